@@ -213,6 +213,13 @@ def circuit_null(
     return CircuitNull(rows, split.task, q_full, settings, (subject, *draws))
 
 
+def has_others(circuit: Circuit) -> bool:
+    """Whether other circuits of as many edges can be drawn: it has edges, and a unit that has some is outside of it."""
+    return bool(circuit.n_edges) and int(sum((of_site > 0).sum() for of_site in circuit.edges.values())) > sum(
+        int(circuit.edges[site][unit]) > 0 for site, unit in circuit.units
+    )
+
+
 @dataclass(frozen=True)
 class _Pool:
     """Valid units to draw from.

@@ -33,7 +33,7 @@ from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.circuits.frontier import judge, prefix_grid
 from swd_lens.circuits.kept import DenseRuns
 from swd_lens.circuits.measure import RECOVERED, Threshold, surface_name
-from swd_lens.circuits.null import CircuitNull, circuit_null
+from swd_lens.circuits.null import CircuitNull, circuit_null, has_others
 from swd_lens.circuits.refine import refine
 from swd_lens.circuits.screen import screen
 from swd_lens.factorization.calibration_text import CalibrationText
@@ -76,7 +76,7 @@ class BestCircuit(Record):
         circuit: its units; factors: the replacement that they are of.
         curve: of the winner's ranking, prefixes chosen on validation prompts and measured on test prompts.
         test: one row of what the circuit recovers and drops on the test prompts, with intervals.
-        null: the circuit beside random ones of as many edges, on the test prompts.
+        null: the circuit beside random ones of as many edges, on the test prompts; None where it has all units.
         fidelity: of the replacement, on all of the held-out text.
         tried: a row per candidate, in the order in which they were made: method, seconds, the KL and CE delta (nats; 0 of exact
             ones), edges and units of the cheapest prefix on validation prompts, the share of prompts that these are of, what came
@@ -89,7 +89,7 @@ class BestCircuit(Record):
     method: str
     curve: CostCurve
     test: pd.DataFrame
-    null: CircuitNull
+    null: CircuitNull | None
     fidelity: Fidelity
     tried: pd.DataFrame
     settings: Mapping[str, Any]
@@ -123,7 +123,11 @@ class BestCircuit(Record):
             if self.fidelity.kl <= self.settings["kl"]
             else (f" That is over the goal, which it kept on the first {JUDGED:,} tokens, where it was chosen.")
         )
-        null = f" Random circuits of as many edges do as well with p = {self.null.recovered_p:.2g}."
+        null = (
+            " It has all units, so that no random circuits stand beside it."
+            if self.null is None
+            else f" Random circuits of as many edges do as well with p = {self.null.recovered_p:.2g}."
+        )
         size = (
             "" if self.is_small else f" This is no small circuit: it has {self.n_edges / all_edges:.0%} of all edges."
         )
@@ -431,7 +435,8 @@ class _Search:
             circuit = refine(model, factors, self.task, scores, **how).refined
             bar.update()
             bar.set_postfix_str("random circuits")
-            null = circuit_null(model, factors, self.task, scores, circuit=circuit, seed=seed, dense=self.dense)
+            beside: dict[str, Any] = {"circuit": circuit, "seed": seed, "dense": self.dense}
+            null = circuit_null(model, factors, self.task, scores, **beside) if has_others(circuit) else None
             test = judge(model, factors, self.task.test, {"circuit": circuit}, dense=self.dense)
             bar.update()
             bar.set_postfix_str("held-out text")

@@ -10,9 +10,10 @@ import torch
 import swd_lens as swd
 from swd_lens.circuits import Circuit, attribute, evaluate, judge
 from swd_lens.circuits.kept import DenseRuns
-from swd_lens.circuits.null import CircuitNull, _Pool
+from swd_lens.circuits.null import CircuitNull, _Pool, has_others
 from swd_lens.tasks.task import Task
 from swd_lens.units.factors import Factors
+from swd_lens.units.unit_set import UnitSet
 from tests.circuits.slow import carried_by
 from tests.contract import swd_zero_data
 from tests.forwards import block_runs
@@ -54,6 +55,16 @@ def test_random_circuits_of_all_units_by_hand(micro):
     assert table.loc["recovered", "random mean"] == pytest.approx(0.4 + 0.2 * sum(best) / 30)
     assert table.loc["drop", "random best"] == pytest.approx(3.0)
     assert null.q_full == pytest.approx(10.0)
+
+
+def test_a_circuit_of_all_units_has_no_others(micro):
+    model, factors, split, scores = micro
+    for units, others in (([], False), ([(SITE, 1)], True), (scores.ranking(), False)):
+        circuit = Circuit.of(UnitSet.of(model, factors), scores, units)
+        assert has_others(circuit) == others
+        if not others:
+            with pytest.raises(ValueError, match="can be drawn"):
+                swd.circuit_null(model, factors, split, scores, circuit=circuit)
 
 
 def test_random_circuits_of_the_same_scores_by_hand(micro):

@@ -62,6 +62,8 @@ def test_what_is_said_of_the_circuit_is_what_it_does_on_test_prompts(tmp_path):
     assert ("no small circuit" in words) == (not best.is_small)
     back = BestCircuit.from_dict(best.as_dict())
     assert back.in_words() == words and back.circuit is None
+    alone = replace(best, null=None)
+    assert "It has all units, so that no random circuits" in BestCircuit.from_dict(alone.as_dict()).in_words()
     loaded = BestCircuit.load(best.save(tmp_path / "best"))
     assert loaded.circuit is not None and loaded.factors is not None
     assert loaded.in_words() == words and loaded.circuit.units == best.circuit.units

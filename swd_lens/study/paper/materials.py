@@ -15,7 +15,7 @@ from swd_lens.circuits import Comparison, CostCurve, attribute
 from swd_lens.circuits.compare import comparison_over_hosts, several
 from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.circuits.kept import DenseRuns, kept_scores
-from swd_lens.circuits.null import CircuitNull, circuit_null
+from swd_lens.circuits.null import CircuitNull, circuit_null, has_others
 from swd_lens.circuits.protocol import Protocol
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.study.paper.replacements import Replacements
@@ -50,7 +50,8 @@ class Materials(Replacements):
         return kept_scores(self.parts, (surface, "scores", method, task.name, self.settings["positions"]), scored)
 
     def null(self, surface: str, method: str, make: Any, curve: CostCurve) -> CircuitNull | None:
-        """Random circuits of the edges of a curve's cheapest circuit at the threshold; None where it has none but the empty one.
+        """Random circuits of the edges of a curve's cheapest circuit at the threshold; None where it has none, but the empty one
+        or one of all units.
 
         Args:
             make: the method's units, or what makes them.
@@ -59,11 +60,12 @@ class Materials(Replacements):
         if not curve.carries or not curve.cost_at(**threshold):
             return None
         assert curve.scores is not None
-        scores, task = curve.scores, self.task(curve.task)
+        scores, task, circuit = curve.scores, self.task(curve.task), curve.circuit_at(**threshold)
+        if not has_others(circuit):
+            return None
 
         def drawn() -> dict[str, Any]:
             self.on_step(f"random circuits beside that of {method} on {task.name}")
-            circuit = curve.circuit_at(**threshold)
             units = make() if callable(make) else make
             n = self.settings["random_circuits"]
             return circuit_null(self.model, units, task, scores, circuit=circuit, n=n, dense=self.dense).as_dict()
