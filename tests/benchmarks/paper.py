@@ -5,7 +5,8 @@
     python -m tests.benchmarks.paper DIR                   results/paper_*.json of the items that are finished
 
 Every item becomes one file: its sentences as notes, its tables (those with at most MOST_ROWS rows) in the digits of a report, and
-its first picture, which README shows of `controls`.
+its first picture, which README shows of `controls`. Of the embedded model (`--profile tiny`) it becomes one beside that of SmolLM2,
+without a picture.
 """
 
 import argparse
@@ -81,6 +82,7 @@ REMARKS: dict[str, list[str]] = {
     "qk": ["7 minutes on a quiet machine, most of it the factors of 120 matrices."],
 }
 _SECTION, _ORDER = "The paper on a real model", 1
+_EMBEDDED = "tiny"  # profile
 
 
 def main() -> None:
@@ -95,7 +97,8 @@ def main() -> None:
 
 def _record(result: ItemResult, threads: int) -> None:
     about = [f"{result.question} Profile {result.profile}: settings in swd_lens/study/paper/items/{result.item}.toml."]
-    if result.pictures:
+    small = result.profile != _EMBEDDED
+    if result.pictures and small:
         picture = result.pictures[0]
         name = f"paper_{result.item.replace('-', '_')}.svg"
         write_text(PICTURES / name, picture.as_file())
@@ -103,16 +106,17 @@ def _record(result: ItemResult, threads: int) -> None:
     tables = [_table(table) for table in result.tables if len(table.rows) <= MOST_ROWS]
     if result.item == "controls":
         tables.append(_by_both_rules(result))
+    name = f"paper_{result.item.replace('-', '_')}"
     record(
-        f"paper_{result.item.replace('-', '_')}",
+        name if small else f"{name}_{_EMBEDDED}",
         tables,
         command=f"swd-lens paper {result.item} --profile {result.profile} --out DIR",
         threads=[threads],
-        title=result.heading,
+        title=result.heading if small else f"{result.heading}: the embedded model",
         section=_SECTION,
-        order=_ORDER + ITEMS.index(result.item),
+        order=_ORDER + ITEMS.index(result.item) + (0 if small else len(ITEMS)),
         about=about,
-        notes=[*result.findings, *REMARKS.get(result.item, [])],
+        notes=[*result.findings, *(REMARKS.get(result.item, []) if small else [])],
     )
 
 
