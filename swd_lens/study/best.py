@@ -48,6 +48,7 @@ from swd_lens.tasks.task import Task
 from swd_lens.train import baselines
 from swd_lens.train.baselines.exact import have_heads
 from swd_lens.units.factors import FactorSet
+from swd_lens.units.unit_set import UnitSet
 
 KL = 1e-3  # the goal, nats per prediction
 FIRST = 0.5  # the first sparsity that is tried
@@ -432,7 +433,11 @@ class _Search:
             bar.update()
             left = max(0.0, self.began + _REFINE * 60 * self.minutes - time.monotonic())
             how: dict[str, Any] = {"recovered": self.threshold.value, "seconds": left, "progress": progress}
-            circuit = refine(model, factors, self.task, scores, **how).refined
+            if left > 0:
+                circuit = refine(model, factors, self.task, scores, **how).refined
+            else:
+                circuit = Circuit.of(UnitSet.of(model, factors), scores, scores.ranking()[:length], kind="prefix")
+                self.not_tried.append("refining")
             bar.update()
             bar.set_postfix_str("random circuits")
             beside: dict[str, Any] = {"circuit": circuit, "seed": seed, "dense": self.dense}

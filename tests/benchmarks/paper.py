@@ -5,8 +5,8 @@
     python -m tests.benchmarks.paper DIR                   results/paper_*.json of the items that are finished
 
 Every item becomes one file: its sentences as notes, its tables (those with at most MOST_ROWS rows) in the digits of a report, and
-its first picture, which README shows of `controls`. Of the embedded model (`--profile tiny`) it becomes one beside that of SmolLM2,
-without a picture.
+its first picture, which README shows of `controls`. Of the embedded model (`--profile tiny`) it becomes one beside that of
+SmolLM2, without a picture.
 """
 
 import argparse

@@ -102,8 +102,10 @@ def test_without_time_the_table_says_what_was_not_tried():
     best = best_at_site(minutes=1e-9)
     assert "Not tried for want of time (minutes=1e-09): Neurons pruned s=0.5, " in best.in_words()
     assert len(best.table()) == 4 and best.settings["not tried"] == [
-        f"{m} s=0.5" for m in ("Neurons pruned", "SVD pruned", "SWD", "SWD from neurons")
+        *(f"{m} s=0.5" for m in ("Neurons pruned", "SVD pruned", "SWD", "SWD from neurons")),
+        "refining",
     ]
+    assert best.circuit.provenance["kind"] == "prefix"
 
 
 def test_what_the_text_leaves_out_counts_nowhere():
