@@ -23,7 +23,7 @@ def require_language_model(name: str, label: str) -> None:
         label: of the error.
 
     Raises:
-        UnsupportedHostError: it is an encoder-decoder, predicts no tokens, or is quantized.
+        UnsupportedHostError: it is an encoder-decoder, predicts no tokens, is quantized, or does not say what it is.
     """
     from transformers import AutoConfig
     from transformers.models.auto import modeling_auto as auto
@@ -44,6 +44,8 @@ def require_language_model(name: str, label: str) -> None:
     method = getattr(method, "value", method)  # an enum, where transformers has parsed it
     if method is not None and method not in UNPACKED:
         raise error("quantized-checkpoint", name=label, method=method)
+    if not config.architectures:
+        raise error("no-architecture", name=label, model_type=config.model_type)
 
 
 def packed_in(model: nn.Module) -> str | None:

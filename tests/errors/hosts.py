@@ -665,6 +665,11 @@ def no_language_model(folder, *_):
 
 
 @trigger
+def no_architecture(folder, *_):
+    _with_settings(folder, model_type="llama")
+
+
+@trigger
 def quantized_checkpoint(folder, *_):
     _with_settings(folder, model_type="llama", quantization_config={"quant_method": "gptq", "bits": 4})
 
