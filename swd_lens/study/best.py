@@ -429,10 +429,12 @@ class _Search:
         said = f"judge the circuit of {winner.method}"
         with tqdm(total=4, desc=said, unit="step", disable=not progress, leave=False) as bar:
             bar.set_postfix_str("prefixes on test prompts")
-            curve = evaluate(model, factors, self.task, scores, grid=grid, seed=seed, dense=self.dense)
+            # Without random sets beside each prefix: the circuit gets its own.
+            how: dict[str, Any] = {"grid": grid, "seed": seed, "random_sets": 0, "dense": self.dense}
+            curve = evaluate(model, factors, self.task, scores, **how)
             bar.update()
             left = max(0.0, self.began + _REFINE * 60 * self.minutes - time.monotonic())
-            how: dict[str, Any] = {"recovered": self.threshold.value, "seconds": left, "progress": progress}
+            how = {"recovered": self.threshold.value, "seconds": left, "progress": progress}
             if left > 0:
                 circuit = refine(model, factors, self.task, scores, **how).refined
             else:
