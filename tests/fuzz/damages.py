@@ -39,7 +39,7 @@ def damage(rng: random.Random, folder: Path, others: Path, files: list[str], sea
         kinds.append((12, json_damage))
     elif is_safetensors(path):
         kinds.append((12, tensor_damage))
-    for _ in range(20):
+    for _ in range(200):
         weights = [weight for weight, _ in kinds]
         done = rng.choices([kind for _, kind in kinds], weights)[0](rng, folder, others, name, sealed)
         if done is not None:
