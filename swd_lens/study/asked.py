@@ -161,9 +161,8 @@ def memory_of(
     solved = [*estimates.values()]
     for how in solved_controls(controls, sizes, solver).values():
         made = [surface for surface in sites.values() if how.without_edges(surface) is None]
-        options = (
-            how.options if isinstance(how.size, Goal) else how.asked
-        )  # the memory of a goal is that of any sparsity
+        # A goal needs the memory of any sparsity.
+        options = how.options if isinstance(how.size, Goal) else how.asked
         solved += [_estimate(model, surface, calibration_tokens, options) for surface in made]
     parts = {"factorize": max(each.peak_bytes for each in solved)} if sizes else {}
     n_starts = sum(kinds.values()) + len(factors or {}) + 2

@@ -60,11 +60,8 @@ BY_HEAD = "SVD by head, whitened"
 _FILE = "best.json"
 JUDGED = 4_096  # held-out tokens on which candidates are measured; the winner is on all
 _BETWEEN = 8  # lengths tried between two of the grid's
-_MAKE, _CHOOSE, _REFINE = (
-    0.4,
-    0.6,
-    0.8,
-)  # of the time: until then candidates are made, rounds begun, and the winner is refined
+# Of the time: until then candidates are made, rounds begun, and the winner is refined.
+_MAKE, _CHOOSE, _REFINE = 0.4, 0.6, 0.8
 _FROM_NEURONS = 4  # times SWD's own time, until one was made (1536 x 384)
 
 

@@ -222,7 +222,6 @@ def _factors(folder: Path, name: str, replacement: Replacement, hashes: Mapping[
     elif not (folder / index).is_file():
         raise error("run-without-its-factors", path=folder / NAME, factors=name, folder=folder)
     require_hashes(folder, expected, WHAT)
-    require_hashes(folder, expected, WHAT)
     factors, edges = FactorSet.load(folder / place), replacement.factors.edges
     require_hashes(folder, expected, WHAT)  # another writer may have come meanwhile
     if factors.edges != edges or set(factors) != set(replacement.factors):

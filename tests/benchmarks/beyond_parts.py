@@ -86,10 +86,12 @@ def text_edges(model: Any, factors: Mapping[str, Any], split: TaskSplit, positio
         reads = (factors[sites[0].name].read != 0).sum(0)
         for bucket in split.buckets(64):
             of_sites = list(contributions(bucket).values())
-            gains = {"": torch.cat(of_sites, 1), "neurons": of_sites[-1]}.get(tie)
-            gains = sum(of_sites) if gains is None else gains
+            if tie == "joint":
+                gains = torch.stack(of_sites).sum(0)
+            else:
+                gains = of_sites[-1] if tie == "neurons" else torch.cat(of_sites, 1)
             priced = torch.cat(edges) if not tie else sum(edges) - (len(sites) - 1) * reads * (tie == "joint")
-            costs.append(fewest_with(0.5, gains.clamp(min=0), priced).double())  # type: ignore[union-attr]
+            costs.append(fewest_with(0.5, gains.clamp(min=0), priced).double())
     of_edges = torch.cat(costs)[:, 0]
     return float(of_edges[of_edges > 0].log().mean().exp())
 

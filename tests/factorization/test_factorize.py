@@ -382,9 +382,8 @@ def bar(monkeypatch):
     return Bar
 
 
-@pytest.mark.parametrize(
-    "how", [how for how in HOW if how != "basis by text"]
-)  # an estimate does not know what text will say
+# An estimate does not know what text will say.
+@pytest.mark.parametrize("how", [how for how in HOW if how != "basis by text"])
 def test_the_bar_counts_operations(model, bar, monkeypatch, how):
     monkeypatch.setattr(swd_lens.factorization.factorize, "_SECONDS_BETWEEN_ERRORS", 0.0)
     named = {**QUICK, **HOW[how]}

@@ -357,9 +357,8 @@ def test_factors_that_wait_beside_a_run_are_no_other_ones_when_they_were_read(ru
     other = replace(one, replacements=[replace(sparse, factors=_scaled(sparse.factors))])
     one.save(tmp_path)
     (place,) = (tmp_path / "factors").iterdir()
-    staged = place.rename(
-        place.with_name(place.name + STAGED)
-    )  # as a save leaves it that is killed behind its run.json
+    # As a save leaves it that is killed behind its run.json.
+    staged = place.rename(place.with_name(place.name + STAGED))
     assert Run.load(tmp_path).replacements[0].factors.edges == sparse.factors.edges
 
     def replaced(folder):

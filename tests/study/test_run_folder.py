@@ -255,10 +255,8 @@ def test_saved_over_what_a_killed_call_left(whole, tmp_path):
         ("cut means", "shape"),
         ("whole numbers", "real numbers"),
         ("more axes", "axes"),
-        (
-            "other factors",
-            "made with other factors",
-        ),  # seen by tests.fuzz where a factor was changed, case 23321 of seed 9001
+        # Seen by tests.fuzz where a factor was changed: case 23321 of seed 9001.
+        ("other factors", "made with other factors"),
     ],
 )
 def test_scores_of_other_values_under_a_right_hash_are_refused(model, whole, tmp_path, change, message):
