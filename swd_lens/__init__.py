@@ -83,6 +83,7 @@ ERRORS = {
     "FactorFileError": "base.errors",
     "FinetuneError": "base.errors",
     "FolderInUseError": "base.errors",
+    "GoalError": "base.errors",
     "GradientError": "base.errors",
     "GramError": "base.errors",
     "HostDiffersError": "base.errors",

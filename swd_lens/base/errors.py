@@ -124,6 +124,10 @@ class HostDiffersError(UnsupportedHostError):
     """A loaded host gives other logits than transformers' own model of the same checkpoint."""
 
 
+class GoalError(ValueError):
+    """Nothing that was tried keeps a goal (`factorize(kl=)`)."""
+
+
 class GradientError(ValueError):
     """The loss's gradients in a host are not finite on these tokens; the site is named."""
 

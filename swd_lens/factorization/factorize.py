@@ -139,8 +139,8 @@ def factorize(
         DoesNotFitError: more memory is needed than available (see `swd_lens.estimate`).
         ShardError: no such shard, or one of matrices that wait for each other.
         OSError: (FolderInUseError) another call writes `out`; or it cannot be written, or its disk is too small.
-        ValueError: bad sparsity or solver options; the site is named. A goal beside a sparsity, without text, or which nothing
-            that was tried keeps (the nearest is named).
+        ValueError: bad sparsity or solver options; the site is named. A goal beside a sparsity, without text, or (GoalError)
+            which nothing that was tried keeps (the nearest is named).
     """
     if kl is not None or ce is not None:
         how: dict[str, Any] = {"calibration": calibration, "batch_size": batch_size, "gram_dtype": gram_dtype}

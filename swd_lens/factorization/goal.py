@@ -193,7 +193,7 @@ class GoalSearch:
         """The row of the best end of a path, and its factors, if they were made now.
 
         Raises:
-            ValueError: nothing that was tried keeps the goal.
+            GoalError: nothing that was tried keeps the goal.
             BudgetError: or nothing could be made.
         """
         start, best, factors = 0.5, None, None

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import encodable, error
+from swd_lens.base.errors import BudgetError, GoalError, encodable, error
 from swd_lens.base.files import plain
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.parts import Parts
@@ -152,7 +152,8 @@ def run_study(
         ResumeError: `out` holds the parts of another study (every difference is named), or a run without its parts.
         OSError: (FolderInUseError) another call writes `out`; or it cannot be written.
         ValueError: nothing to do (no surface, task, sparsity, goal or factors), an unknown control, one of a sparsity where there
-            is none, a goal that nothing keeps, `beside` of another surface, and whatever the steps raise.
+            is none, a goal that SWD or a control that was asked for cannot keep (GoalError), `beside` of another surface, and
+            whatever the steps raise.
         TokenError: a goal without calibration tokens.
         BudgetError: "paper" was asked for, and its solver cannot do with so few edges.
         AttachError: `factors` of another model.
@@ -241,9 +242,16 @@ def run_study(
                 fitted_on = of_goal if isinstance(how.size, Goal) else {"tokens": text}
                 without = {} if text is not None else {"calibration": "zero-data"}
                 place = None if folder is None else folder / folders[surface, method]
-                solved = factorize(
-                    solved_on, names, out=place, progress=progress, **{**how.asked, **fitted_on, **without}
-                )
+                asked_of_method: dict[str, Any] = {**how.asked, **fitted_on, **without}
+                try:
+                    solved = factorize(solved_on, names, out=place, progress=progress, **asked_of_method)
+                except (BudgetError, GoalError) as cause:
+                    # A usual control that cannot keep the goal is no reason to have no study.
+                    if not (usual and how.control and isinstance(how.size, Goal)):
+                        raise
+                    left_out.append(f"{method} of {surface}: {cause}")
+                    on_step(f"without {left_out[-1]}")
+                    continue
                 timed[method] = (
                     solved,
                     parts.values(

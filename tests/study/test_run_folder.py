@@ -10,6 +10,8 @@ import torch
 
 import swd_lens as swd
 import swd_lens.circuits.protocol
+import swd_lens.study.main_road
+from swd_lens.base.errors import BudgetError
 from swd_lens.base.parts import CALL, FOLDER, Parts
 from swd_lens.base.sealed import read_tensors, write_sealed, write_tensors
 from swd_lens.solver import svd_prune
@@ -223,6 +225,24 @@ def test_a_goal_is_kept_by_every_solved_method_and_goes_on(model, whole, tmp_pat
     assert [r.method for r in both.replacements if not r.control] == ["SWD s=0.5", f"SWD kl={goal:g}"]
     with pytest.raises(swd.TokenError, match=r"a goal .* needs tokens"):
         study(model, **how, calibration_tokens=None)
+
+
+@pytest.mark.parametrize("failure", [BudgetError("too few edges"), swd.GoalError("nothing keeps it")])
+def test_a_usual_control_that_cannot_keep_a_goal_is_left_out(model, monkeypatch, failure):
+    factorize = swd_lens.study.main_road.factorize
+
+    def without_pruned(*given, **how):
+        if how.get("preset") == "pruned":
+            raise failure
+        return factorize(*given, **how)
+
+    monkeypatch.setattr("swd_lens.study.main_road.factorize", without_pruned)
+    how = {"surfaces": {"one": SITE}, "sparsities": (), "kl": 0.5, "preset": "quick"}
+    run = study(model, **how, controls=None)
+    assert [r.method for r in run.replacements if r.pruned] == []
+    assert run.settings["controls left out"] == [f"Neurons pruned kl=0.5 of one: {failure}"]
+    with pytest.raises(type(failure)):
+        study(model, **how, controls=("pruned",))
 
 
 def test_a_damaged_part_is_refused(model, whole, tmp_path):
