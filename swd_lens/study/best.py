@@ -129,13 +129,20 @@ class BestCircuit(Record):
         size = (
             "" if self.is_small else f" This is no small circuit: it has {self.n_edges / all_edges:.0%} of all edges."
         )
+        prefix = self.tried.loc[self.tried["outcome"] == "the best", "edges"].dropna()
+        sure = ""
+        if len(prefix) and int(prefix.iloc[0]) < self.n_edges:
+            sure = (
+                f" A prefix of {int(prefix.iloc[0]):,} edges recovers as much as was asked on the validation prompts; the circuit "
+                "is larger, so that other prompts do not fall short of it by chance."
+            )
         without = list(self.settings["not tried"])
         late = (
             f" Not tried for want of time (minutes={self.settings['minutes']:g}): {', '.join(without)}."
             if without
             else ""
         )
-        return circuit + goal + null + size + late
+        return circuit + sure + goal + null + size + late
 
     def save(self, folder: str | Path) -> Path:
         """Write best.json, the circuit and its factors into the folder; best.json last, so that where it is all is there.

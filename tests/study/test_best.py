@@ -60,6 +60,9 @@ def test_what_is_said_of_the_circuit_is_what_it_does_on_test_prompts(tmp_path):
     words = best.in_words()
     assert f"{best.n_edges:,} edges" in words and best.method in words and "(goal 0.001)" in words
     assert ("no small circuit" in words) == (not best.is_small)
+    fewer = best.tried.assign(edges=best.n_edges - 1)
+    assert f"A prefix of {best.n_edges - 1:,} edges" in replace(best, tried=fewer).in_words()
+    assert "A prefix of" not in replace(best, tried=fewer.assign(edges=best.n_edges)).in_words()
     back = BestCircuit.from_dict(best.as_dict())
     assert back.in_words() == words and back.circuit is None
     alone = replace(best, null=None)
