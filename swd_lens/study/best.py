@@ -133,8 +133,8 @@ class BestCircuit(Record):
         sure = ""
         if len(prefix) and int(prefix.iloc[0]) < self.n_edges:
             sure = (
-                f" A prefix of {int(prefix.iloc[0]):,} edges recovers as much as was asked on the validation prompts; the circuit "
-                "is larger, so that other prompts do not fall short of it by chance."
+                f" A prefix of {int(prefix.iloc[0]):,} edges recovers as much as was asked on the validation prompts; the "
+                "circuit is larger, so that other prompts do not fall short of it by chance."
             )
         without = list(self.settings["not tried"])
         late = (
