@@ -222,8 +222,8 @@ def main() -> None:
             f"(SmolLM2) and {HELDOUT['default']:,} held-out tokens. Edges are those of the cheapest prefix that recovers .9 on "
             "validation prompts. Rivals: the paper's SWD, pruned neurons and pruned singular vectors at the same s, exact "
             "neurons, SVD, whitened SVD; those with a larger KL, or a CE larger by more than a standard error, do not count.",
-            "The rule by the kind of the matrix, which decides most cells of the default, was chosen on these two models and tasks: "
-            "another model would be a harder judge.",
+            "The rule by the kind of the matrix, which decides most cells of the default, was chosen on these two models and "
+            "tasks: another model would be a harder judge.",
             *said,
         ]
         title = "Single calls: the default's circuits beside those of every cheap rival"
