@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 from swd_lens.base.interrupts import unparted
 
 # Class -> what it is; by name, since these classes are above this room.
@@ -52,11 +52,16 @@ def check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if positional and len(args) > len(positional):
         taken = ", ".join([*shown, *(f"{name}=" for name in named[:4])]) + (", ..." if len(named) > 4 else "")
         surplus = _brief(args[len(positional)])
-        raise error("too-many-by-position", call=function.__qualname__, n=len(shown), surplus=surplus, taken=taken)
+        call = function.__qualname__
+        raise TypeError(
+            f"{call} takes {len(shown)} arguments by position, {surplus} is one too many: name it. {call}({legible(taken)})"
+        )
     for name, value in (*zip(positional, args, strict=False), *kwargs.items()):
         kind = _kind_of(value)
         if kind is not None and name in _TAKES and kind not in _TAKES[name]:
-            raise error("argument-elsewhere", call=function.__name__, order=", ".join(shown), name=name, kind=kind)
+            raise TypeError(
+                f"{function.__name__}({', '.join(shown)}) takes its arguments in this order; {name} was given {kind}"
+            )
 
 
 @cache

@@ -19,8 +19,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import error
-
 CHUNK_BYTES = 2**26  # of one tensor of logits
 _PART_BYTES = 2**24  # of one tensor of log-probabilities that are compared at once
 
@@ -162,13 +160,9 @@ class DensePredictions:
 def _require_finite(values: Float[Tensor, "*shape"], of: str, whose: str) -> None:
     bad = ~values.isfinite()
     if bool(bad.any()):
-        raise error(
-            "predictions-not-finite",
-            whose=whose,
-            of=of,
-            n_bad=int(bad.sum()),
-            n=bad.numel(),
-            value=float(values[bad][0]),
+        raise ValueError(
+            f"{int(bad.sum())} of {bad.numel()} predictions of the {whose} host have a {of} that is not finite (the first "
+            f"{float(values[bad][0])}); run the host in float32, or look for the activations that overflow"
         )
 
 

@@ -1,39 +1,28 @@
-"""What swd_lens raises and warns with: the classes, and `error`, which makes one by its name.
+"""The classes that swd_lens raises and warns with, and how text from outside is shown.
 
-1. Class, message and remedy of every error stand once, in the errors.toml of the room that raises it:
-
-       [naming-sites.no-such-site]
-       raises = "UnknownSiteError"
-       message = "no site matches {pattern!r}. Nearest: {nearest}."
-       remedy = "A typing error, or a layer that the host does not have."
-
-   The outer name is the section of ERRORS.md, which tests/catalogue.py makes of all that have a remedy.
-2. Code says `raise error("no-such-site", pattern=pattern, nearest=names)`, or `warnings.warn(warning("few-tokens", ...))`.
-3. The files are read when the first message is made. Making one never fails, so that nothing hides what was wrong; that every
-   raise site names the fields of its message is tested (tests/test_errors.py).
-
-Text from outside (names, tokens, labels, paths) goes into messages, and into everything that is printed, drawn or put into a
-page, through one of these; files keep what they were given.
-
-4. `visible`: line ends, tabs and control characters become their signs (↵ ⇥ ␛), other invisible characters (bidirectional marks,
-   zero-width characters, lone surrogates, private use) their number; spaces stay. `visible_lines` is the same of text that has
-   lines of its own, such as a printed table; `visible_token` of a token by itself, where spaces count.
-   `encodable` is only that of lone surrogates: a name is made so as it comes in.
-5. `errors_seen` marks a function that hands names on to other libraries: in what these raise, everything is seen, too.
-6. `seen` makes a `__repr__` show its text so; of every Record it does by itself. `brief` is its first lines;
+1. Messages stand where the check stands: `raise UnknownSiteError(f"no site matches {quoted(pattern)}; ...")`, with the value and
+   what to do.
+2. Text from outside (names, tokens, labels, paths) goes into messages, and into everything that is printed, drawn or put into a
+   page, through one of these; files keep what they were given.
+   `visible`: line ends, tabs and control characters become their signs (↵ ⇥ ␛), other invisible characters (bidirectional marks,
+   zero-width characters, lone surrogates, private use) their number; spaces stay. `visible_lines` keeps line ends, for text
+   that has lines of its own, such as a printed table; `visible_token` is for a token by itself, where spaces count.
+   `encodable` replaces lone surrogates only: a name is made so as it comes in.
+3. The classes below show their whole message so. In a message of one of Python's own classes, text from outside stands in
+   `legible(...)`; anywhere, a value that is quoted stands in `quoted(...)`, which keeps the two ends of a long text.
+4. `errors_seen` marks a function that hands names on to other libraries: in what these raise, everything is seen, too.
+5. `seen` makes a `__repr__` show its text so; of every Record it does by itself. `brief` is its first lines;
    `print` shows all.
 """
 
-import builtins
-import importlib
-import string
 import sys
-from collections.abc import Callable, Mapping
-from functools import cache, wraps
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_END = 60  # characters of each end of a long text
 MOST_LINES = 15  # of a repr: what an interpreter shows without being asked to
 _SIGNS = {"\n": "↵", "\t": "⇥", "\u00a0": "⍽", "\x7f": "␡"}
 
@@ -56,6 +45,18 @@ def visible_lines(text: str) -> str:
 def visible_token(token: str) -> str:
     """A token alone: every space a dot, and a sign where there is nothing."""
     return visible(token).replace(" ", "·") or "∅"
+
+
+def legible(value: object) -> str:
+    """A value's text for a message, everything in it seen."""
+    return visible_lines(str(value))
+
+
+def quoted(value: object) -> str:
+    """A value's repr for a message, everything in it seen; of a long text the two ends, as the reason is what should be read."""
+    if isinstance(value, str) and len(value) > 3 * _END:
+        value = f"{value[:_END]} … {value[-_END:]}"
+    return visible_lines(repr(value))
 
 
 def seen(method: Callable[[Any], str]) -> Callable[[Any], str]:
@@ -112,11 +113,18 @@ def _sign(character: str) -> str:
 # ---------------------------------------------------------------------------------------------- hosts, sites and units
 
 
-class UnknownSiteError(ValueError):
+class _Shown(Exception):
+    """An exception whose message has everything in it seen (point 3)."""
+
+    def __init__(self, message: object = "", *more: object) -> None:
+        super().__init__(visible_lines(message) if isinstance(message, str) else message, *more)
+
+
+class UnknownSiteError(_Shown, ValueError):
     """A pattern matched no site of the host."""
 
 
-class UnsupportedHostError(TypeError):
+class UnsupportedHostError(_Shown, TypeError):
     """The model is of a kind or shape that swd_lens cannot inject into; the message says what and why."""
 
 
@@ -124,57 +132,57 @@ class HostDiffersError(UnsupportedHostError):
     """A loaded host gives other logits than transformers' own model of the same checkpoint."""
 
 
-class GoalError(ValueError):
+class GoalError(_Shown, ValueError):
     """Nothing that was tried keeps a goal (`factorize(kl=)`)."""
 
 
-class GradientError(ValueError):
+class GradientError(_Shown, ValueError):
     """The loss's gradients in a host are not finite on these tokens; the site is named."""
 
 
-class AttachError(ValueError):
+class AttachError(_Shown, ValueError):
     """Units cannot be attached, detached or transported as asked; nothing was changed."""
 
 
-class UnitSourceError(ValueError):
+class UnitSourceError(_Shown, ValueError):
     """A unit source does not fit its site, or would compute something else than it seems to."""
 
 
-class FactorFileError(ValueError):
+class FactorFileError(_Shown, ValueError):
     """A folder of factors that cannot be read: damaged, of another format, or not what its index says."""
 
 
-class SiteDidNotRunWarning(UserWarning):
+class SiteDidNotRunWarning(_Shown, UserWarning):
     """Units are attached at a site, the block ran, and the site's product was computed by something else, or not at all."""
 
 
-class HostInUseError(RuntimeError):
+class HostInUseError(_Shown, RuntimeError):
     """Another thread uses this host; the message says in which call and since when. Nothing was changed."""
 
 
 # ---------------------------------------------------------------------------------------------- tasks and text
 
 
-class TaskError(ValueError):
+class TaskError(_Shown, ValueError):
     """A task that cannot be used: a bad file, or prompts that this host's tokenizer cannot score. The message says why."""
 
 
-class TokenError(ValueError):
+class TokenError(_Shown, ValueError):
     """Text or tokens that this host cannot run."""
 
 
-class TextWarning(UserWarning):
+class TextWarning(_Shown, UserWarning):
     """Text or a prompt that is read otherwise than the host was trained to, or than it looks; results are of what was read."""
 
 
-class UnknownWordsWarning(UserWarning):
+class UnknownWordsWarning(_Shown, UserWarning):
     """A text has words that this host's tokenizer does not know; to the host they are all one."""
 
 
 # ---------------------------------------------------------------------------------------------- solving and factorizing
 
 
-class SolveInputError(ValueError):
+class SolveInputError(_Shown, ValueError):
     """Any argument that `solve` refuses; the subclasses say which."""
 
 
@@ -202,82 +210,65 @@ class SpecError(SolveInputError):
     """An unknown preset or setting, or a setting outside its range."""
 
 
-class DoesNotFitError(MemoryError, ValueError):
+class DoesNotFitError(_Shown, MemoryError, ValueError):
     """A factorization needs more memory than there is; nothing was started."""
 
 
-class ResumeError(ValueError):
+class ResumeError(_Shown, ValueError):
     """A folder's finished matrices are not those that this call would make; nothing was changed."""
 
 
-class ShardError(ValueError):
+class ShardError(_Shown, ValueError):
     """Not a shard, or a factorization that cannot be cut into any."""
 
 
-class WorkerLostError(RuntimeError):
+class WorkerLostError(_Shown, RuntimeError):
     """The worker of a task died at every attempt."""
 
 
-class RayMissingError(ImportError, ValueError):
+class RayMissingError(_Shown, ImportError, ValueError):
     """workers="ray" was asked for where Ray is not installed."""
 
 
 # ---------------------------------------------------------------------------------------------- training, circuits, analysis
 
 
-class FinetuneError(ValueError):
+class FinetuneError(_Shown, ValueError):
     """Fine-tuning cannot start or go on as asked; the host is what it was."""
 
 
-class TrainError(ValueError):
+class TrainError(_Shown, ValueError):
     """A baseline cannot be trained like this, or its training failed; the message says why and what to do."""
 
 
-class UndefinedSufficiencyWarning(UserWarning):
+class UndefinedSufficiencyWarning(_Shown, UserWarning):
     """The unpruned replacement has no positive margin, so there is nothing that a circuit could keep a part of."""
 
 
-class NotCarriedWarning(UserWarning):
+class NotCarriedWarning(_Shown, UserWarning):
     """The units of a surface do not carry a task, so that no circuit of them has a cost."""
 
 
-class QKError(ValueError):
+class QKError(_Shown, ValueError):
     """A pair, prompt or set of factors that cannot be studied; the message says what was wrong and what to do."""
 
 
-class EditError(ValueError):
+class EditError(_Shown, ValueError):
     """An edit that cannot be made, applied or undone as asked; the host was not changed."""
 
 
 # ---------------------------------------------------------------------------------------------- files
 
 
-class FolderInUseError(OSError):
+class FolderInUseError(_Shown, OSError):
     """Another call writes this folder; the message says which and since when. Nothing was changed."""
 
 
-class UnsealedFileWarning(UserWarning):
+class UnsealedFileWarning(_Shown, UserWarning):
     """A file of an earlier version, which carries no hash: changes on the disk are not noticed."""
 
 
-# ---------------------------------------------------------------------------------------------- declarations
-
-
-def error(name: str, /, *, raised_as: type[Exception] | None = None, **values: Any) -> Exception:
-    """The error declared under this name, its message filled with values; to be raised by the caller.
-
-    Args:
-        raised_as: the class, where the declaration leaves a choice (settings raise their own class's error).
-    """
-    declaration = declarations().get(name, {})
-    message = _Template().vformat(declaration.get("message", f"{name}: {values}"), (), values)
-    return (raised_as or class_named(declaration.get("raises", "RuntimeError")))(message)
-
-
-def warning(name: str, /, **values: Any) -> Warning:
-    """The warning declared under this name, to be given to `warnings.warn`."""
-    message = error(name, **values)
-    return message if isinstance(message, Warning) else UserWarning(str(message))
+# ---------------------------------------------------------------------------------------------- warnings
 
 
 def callers_level() -> int:
@@ -287,73 +278,3 @@ def callers_level() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame, level = frame.f_back, level + 1
     return level
-
-
-@cache
-def declarations() -> dict[str, Mapping[str, Any]]:
-    """All rooms' declarations: name -> "raises", "message", "remedy" (if it has one), "section" and "room"."""
-    return {
-        name: {**entry, "section": section, "room": room}
-        for room, sections in _files().items()
-        for section, entries in sections.items()
-        for name, entry in entries.items()
-        if isinstance(entry, Mapping)
-    }
-
-
-@cache
-def section_texts() -> dict[str, dict[str, str]]:
-    """Section -> its "title" and, if it has one, "about"."""
-    return {
-        section: {key: text for key, text in entries.items() if isinstance(text, str)}
-        for sections in _files().values()
-        for section, entries in sections.items()
-        if "title" in entries
-    }
-
-
-def class_named(name: str) -> type[Exception]:
-    """An exception or warning class: of this module, of Python, or "package.module.Name"."""
-    module, _, last = name.rpartition(".")
-    if module:
-        return getattr(importlib.import_module(module), last)
-    return globals().get(name) or getattr(builtins, name)
-
-
-@cache
-def _files() -> dict[str, dict[str, Any]]:
-    """Room -> what its errors.toml says."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib  # pyright: ignore[reportMissingImports]
-    package = Path(__file__).parents[1]
-    return {
-        file.parent.name: tomllib.loads(file.read_text(encoding="utf-8"))
-        for file in sorted(package.glob("*/errors.toml"))
-    }
-
-
-_END = 60  # characters of each end of a long text
-
-
-class _Template(string.Formatter):
-    """str.format that shows a field without a value as its name, and a value that its format does not suit as it is. Of long
-    texts that are quoted (!r) the two ends are shown: the reason is what should be read.
-
-    Values come from files and users: what is invisible in them is shown.
-    """
-
-    def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
-        return kwargs.get(key, f"{{{key}}}") if isinstance(key, str) else f"{{{key}}}"
-
-    def convert_field(self, value: Any, conversion: Any) -> Any:
-        if conversion == "r" and isinstance(value, str) and len(value) > 3 * _END:
-            value = f"{value[:_END]} … {value[-_END:]}"
-        return super().convert_field(value, conversion)
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        try:
-            return visible_lines(super().format_field(value, format_spec))
-        except (TypeError, ValueError):
-            return visible_lines(str(value))

@@ -20,7 +20,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 from swd_lens.base.lock import Lock, NoLocks, take
 
 _LOCK, _MADE = "lock", "made"  # in a workplace
@@ -38,7 +38,7 @@ def atomic(path: Path) -> Iterator[Path]:
         OSError: the disk is full, or it cannot be written; the path is named, whoever said so.
     """
     if fault := fault_of_name(path):  # Python's own error would not name it
-        raise error("file-not-written", path=path, reason=fault)
+        raise OSError(f"{legible(path)} was not written ({legible(fault)}); what stood there before is unchanged")
     path.parent.mkdir(parents=True, exist_ok=True)
     target = behind_link(path)
     remove_remains(target.parent, target.name)
@@ -73,7 +73,8 @@ def behind_link(path: Path) -> Path:
         return path
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir() or fault_of_name(target):
-        raise error("file-not-written", path=path, reason=f"it is a link to {target}, which cannot be written")
+        reason = f"it is a link to {target}, which cannot be written"
+        raise OSError(f"{legible(path)} was not written ({legible(reason)}); what stood there before is unchanged")
     return target
 
 
@@ -85,11 +86,15 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as cause:
         if cause.filename is not None or cause.errno is None:
             raise
-        refusal: Any = error("file-not-written", path=path, reason=cause.strerror)
+        refusal: Any = OSError(
+            f"{legible(path)} was not written ({legible(cause.strerror)}); what stood there before is unchanged"
+        )
         refusal.errno = cause.errno
         raise refusal from cause
     except SafetensorError as cause:
-        raise error("file-not-written", path=path, reason=cause) from cause
+        raise OSError(
+            f"{legible(path)} was not written ({legible(cause)}); what stood there before is unchanged"
+        ) from cause
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import HostInUseError, quoted
 from swd_lens.base.interrupts import Push, code_of, joint, unparted
 
 # Methods of a host that run it or change its hooks; what it does not have is left out.
@@ -63,7 +63,11 @@ class _Holder:
 
     def refusal(self) -> Exception:
         """The error for another thread."""
-        return error("host-in-use", call=self.call, thread=self.thread.name, since=self.since)
+        return HostInUseError(
+            f"this host is used by {self.call} in thread {quoted(self.thread.name)}, since {self.since}. Wait until that "
+            "has ended (units that are attached there: detached), or give each thread a host of its own, "
+            "copy.deepcopy(model)"
+        )
 
 
 _holders: WeakKeyDictionary[Any, _Holder] = WeakKeyDictionary()
@@ -97,7 +101,11 @@ def take(model: Any, call: str, reason: object, push: Push) -> None:
                 del holder.begun[thread]
         if holder.begun and time.monotonic() > until:
             _release(model, holder, reason)
-            raise error("host-in-use", call="a forward", thread=_name_of(next(iter(holder.begun))), since=holder.since)
+            raise HostInUseError(
+                f"this host is used by a forward in thread {quoted(_name_of(next(iter(holder.begun))))}, since "
+                f"{holder.since}. Wait until that has ended (units that are attached there: detached), or give each "
+                "thread a host of its own, copy.deepcopy(model)"
+            )
         time.sleep(_AGAIN)
 
 

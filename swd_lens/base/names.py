@@ -6,7 +6,7 @@ list of what readers of the package look for by name.
 
 from collections.abc import Iterable
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import quoted
 
 OURS = frozenset(
     {
@@ -34,9 +34,17 @@ def require_names(what: str, names: Iterable[str], ending: str = "") -> None:
     for name in names:
         file = f"{name}{ending}"
         if not file or file.startswith(".") or any(sign in file for sign in "/\\\0"):
-            raise error("name-of-no-file", what=what, name=name)
+            raise ValueError(
+                f"{what} {quoted(name)} is to name a file or folder: no separators, no leading dot, not empty"
+            )
         if file.casefold() in OURS:
-            raise error("name-of-ours", what=what, name=name, file=file.casefold())
+            raise ValueError(
+                f"{what} {quoted(name)}: a file or folder {quoted(file.casefold())} has a meaning of its own beside it, "
+                "and would be lost; give another name"
+            )
         if file.casefold() in taken:
-            raise error("names-alike", what=what, name=name, other=taken[file.casefold()])
+            raise ValueError(
+                f"{what} {quoted(name)} and {quoted(taken[file.casefold()])} would be the same file or folder; give one "
+                "of them another name"
+            )
         taken[file.casefold()] = name

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.base.errors import error, visible, visible_token
+from swd_lens.base.errors import legible, visible, visible_token
 from swd_lens.base.figures import ATTENTION, NEGATIVE, POSITIVE
 from swd_lens.base.progress import ipython
 
@@ -139,10 +139,10 @@ def library() -> str:
     try:
         import circuitsvis
     except ImportError:
-        raise error("panel-without-circuitsvis") from None
+        raise ImportError("interactive panels are drawn by CircuitsVis; pip install circuitsvis") from None
     script = Path(circuitsvis.__file__).parent / "dist" / "cdn" / "iife.js"
     if not script.is_file():
-        raise error("panel-without-its-script", script=script)
+        raise ImportError(f"{legible(script)} is missing; install circuitsvis 1.43 or later again")
     text = script.read_text(encoding="utf-8")
     # The one "</script" in it is in a string, where "<\/script" means the same. Its source map is not part of the page, and
     # as a plain script a page that has it already would complain of a second "var".
@@ -181,10 +181,15 @@ def attention_heads(
     n_heads, dest, src = attention.shape
     names = [f"head {i}" for i in range(n_heads)] if names is None else [visible(str(name)) for name in names]
     if not (len(tokens) == dest == src and len(names) == n_heads):
-        raise error("panel-does-not-fit", shape=tuple(attention.shape), n_tokens=len(tokens), n_names=len(names))
+        raise ValueError(
+            f"attention is {tuple(attention.shape)} (head, dest, src), but there are {len(tokens)} tokens and "
+            f"{len(names)} names"
+        )
     values = attention.detach().float().cpu()
     if not bool(torch.isfinite(values).all()):
-        raise error("panel-not-finite")
+        raise ValueError(
+            "attention holds values that are not finite (masked scores?); give probabilities or zeros there"
+        )
     shown = [visible_token(token) for token in tokens]
     causal = bool((values.triu(1) == 0).all())
     scale = float(values.abs().max()) or 1.0 if largest is None else float(largest)

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from swd_lens.base.errors import ResumeError, error
+from swd_lens.base.errors import ResumeError
 from swd_lens.base.files import plain, remove_remains
-from swd_lens.base.sealed import read_sealed, read_tensors, readable, write_sealed, write_tensors
+from swd_lens.base.sealed import damaged, read_sealed, read_tensors, readable, write_sealed, write_tensors
 
 FOLDER, CALL = "parts", "call.json"
 _OUR_NAME = re.compile(r".*\.[0-9a-f]{12}\.(json|safetensors)")
@@ -69,7 +69,10 @@ class Parts:
                 for name, entries in then["growing"].items():
                     changed += [f"{name}: {each}" for each in _differences(entries, now["growing"].get(name, {}), True)]
             if changed:
-                raise error("parts-of-another-call", folder=folder, changed="; ".join(changed))
+                raise ResumeError(
+                    f"{folder} holds what another call has finished: {'; '.join(changed)}. Call as then to go on, give "
+                    "another folder, or overwrite=True (--overwrite) to start again"
+                )
             if then == now:
                 return
         write_sealed(self.folder / CALL, now)
@@ -128,7 +131,7 @@ class Parts:
 
     def _require(self, about: Any, key: Key, path: Path) -> None:
         if about != self._about(key):
-            raise error("file-unreadable", raised_as=ResumeError, path=path, what=WHAT, reason="a part of another call")
+            raise ResumeError(damaged(path, WHAT, "a part of another call"))
 
 
 def _as_json(values: Any) -> Any:

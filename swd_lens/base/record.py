@@ -23,7 +23,7 @@ from torch import Tensor
 
 from swd_lens.base import __version__
 from swd_lens.base.display import card, folded_settings
-from swd_lens.base.errors import brief, error, seen
+from swd_lens.base.errors import brief, legible, quoted, seen
 from swd_lens.base.sealed import read_sealed, write_sealed
 from swd_lens.base.surroundings import in_plain_surroundings
 
@@ -58,15 +58,12 @@ class PlainRecord:
             ValueError: a field is missing or of another kind; the message names it.
         """
         if not isinstance(values, Mapping):
-            raise error("record-without-fields", record=cls.__name__, kind=type(values).__name__)
+            raise ValueError(f"not the values of a {cls.__name__}: {type(values).__name__} in place of named fields")
         try:
             return _CONVERTER.structure(values, cls)
         except Exception as cause:
-            raise error(
-                "record-with-other-values",
-                record=cls.__name__,
-                reason="; ".join(cattrs.transform_error(cause, "$", _reason)),
-            ) from cause
+            reason = "; ".join(cattrs.transform_error(cause, "$", _reason))
+            raise ValueError(f"not the values of a {cls.__name__}: {legible(reason)}") from cause
 
 
 class Record(PlainRecord):
@@ -131,13 +128,13 @@ class SavedRecord(Record):
         values = read_sealed(Path(path), cls.WHAT)
         version = values.get("format")
         if type(version) is not int:
-            raise error("record-file-with-other-values", path=path, kind=cls.WHAT, reason="no format")
+            raise ValueError(f"{legible(path)} is not {cls.WHAT}, or damaged (no format)")
         if version > cls.FORMAT:
-            raise error("record-of-the-future", path=path, version=version)
+            raise ValueError(f"{legible(path)} has format {version}, newer than this swd_lens; update it")
         try:
             return cls.from_dict(values)
         except ValueError as cause:
-            raise error("record-file-with-other-values", path=path, kind=cls.WHAT, reason=cause) from cause
+            raise ValueError(f"{legible(path)} is not {cls.WHAT}, or damaged ({legible(cause)})") from cause
 
 
 def checked(record: str, values: Any, kinds: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any]:
@@ -152,25 +149,27 @@ def checked(record: str, values: Any, kinds: Mapping[str, Any], *, optional: boo
         ValueError: one is missing or of another kind; the message names it.
     """
     if not isinstance(values, Mapping):
-        raise error("record-without-fields", record=record, kind=type(values).__name__)
+        raise ValueError(f"not the values of a {record}: {type(values).__name__} in place of named fields")
     own = dict(values)
     for name, kind in kinds.items():
         if name not in own:
             if not optional:
-                raise error("record-with-other-values", record=record, reason=f"{name} is missing")
+                its_reason = f"{name} is missing"
+                raise ValueError(f"not the values of a {record}: {legible(its_reason)}")
             continue
         try:
             own[name] = _CONVERTER.structure(own[name], kind)
         except Exception as cause:
             reason = "; ".join(cattrs.transform_error(cause, name, _reason))
-            raise error("record-with-other-values", record=record, reason=reason) from cause
+            raise ValueError(f"not the values of a {record}: {legible(reason)}") from cause
     return own
 
 
 def require_equal(record: str, name: str, value: Any, expected: Any) -> None:
     """Raises ValueError where a value of a record that was read differs from what others say of it."""
     if value != expected:
-        raise error("record-with-other-values", record=record, reason=f"{name} {value} instead of {expected}")
+        reason = f"{name} {value} instead of {expected}"
+        raise ValueError(f"not the values of a {record}: {legible(reason)}")
 
 
 # ---------------------------------------------------------------------------------------------- conversion
@@ -195,7 +194,7 @@ def _structure_number(value: Any, kind: Any) -> float:
     if value is None:
         return float("nan")
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise error("record-value-not-a-number", value=value)
+        raise TypeError(f"{quoted(value)} is not a number")
     return float(value)
 
 
@@ -214,7 +213,7 @@ def _with_nan(value: Any) -> Any:
 def _structure_exactly(value: Any, kind: Any) -> Any:
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
-    raise error("record-value-of-another-type", value=value, type=kind.__name__)
+    raise TypeError(f"{quoted(value)} is not of type {kind.__name__}")
 
 
 def _structure_plain_union(value: Any, kind: Any) -> Any:
@@ -223,7 +222,7 @@ def _structure_plain_union(value: Any, kind: Any) -> Any:
         return float("nan")
     if isinstance(value, kinds):
         return value
-    raise error("record-value-not-a-choice", value=value, types=kind)
+    raise TypeError(f"{quoted(value)} is not one of {kind}")
 
 
 def column(name: str) -> str:

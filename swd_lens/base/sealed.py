@@ -25,13 +25,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.errors import UnsealedFileWarning, callers_level, legible
 from swd_lens.base.files import atomic, fault_of_name, plain, sha256, write_text
 
 SEAL = "sha256"
 # Begins every hash: that a file has one is seen also where the name that it stands under is damaged.
 _ATTEMPTS = 100  # to open a file that is exchanged all the time
 _MARK = "swd_lens "
+_RESTORE = "Restore it from a copy, or make it again"
 
 # ---------------------------------------------------------------------------------------------- JSON
 
@@ -40,6 +41,21 @@ def seal(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values as JSON has them (NaN and infinities are null), and their hash under "sha256"."""
     values = plain({name: value for name, value in values.items() if name != SEAL})
     return {**values, SEAL: _MARK + _digest(values)}
+
+
+def damaged(path: object, what: str, reason: object) -> str:
+    """The message of a file that cannot be read as what it should be ("an allocation")."""
+    return f"{legible(path)} is not {what}, or damaged ({legible(reason)}). {_RESTORE}"
+
+
+def altered(path: object, what: str) -> str:
+    """The message of a file whose content is not what its hash was made of."""
+    return f"{legible(path)}: not what was written there as {what} (its hash is another). {_RESTORE}"
+
+
+def missing(path: object, what: str) -> str:
+    """The message of a file that a finished folder names and does not hold."""
+    return f"{legible(path)} is missing; {what} named it when it was finished. {_RESTORE}"
 
 
 def unseal(values: Any, path: str | Path, what: str, raised_as: type[Exception] = ValueError) -> dict[str, Any]:
@@ -54,12 +70,13 @@ def unseal(values: Any, path: str | Path, what: str, raised_as: type[Exception] 
         raised_as: no mapping, or other values than were written.
     """
     if not isinstance(values, Mapping):
-        raise error("file-unreadable", raised_as=raised_as, path=path, what=what, reason=f"{type(values).__name__}")
+        reason = f"{type(values).__name__}"
+        raise raised_as(damaged(path, what, reason))
     rest = {name: value for name, value in values.items() if name != SEAL}
     if SEAL not in values and not marked(rest):
         warn_of_missing_seal(path)
     elif values.get(SEAL) != _MARK + _digest(rest):
-        raise error("file-changed", raised_as=raised_as, path=path, what=what)
+        raise raised_as(altered(path, what))
     return rest
 
 
@@ -103,12 +120,18 @@ def readable(path: str | Path, what: str, raised_as: type[Exception] = ValueErro
         if isinstance(cause, raised_as) and raised_as is not ValueError:
             raise
         reason = str(cause) or type(cause).__name__
-        raise error("file-unreadable", raised_as=raised_as, path=path, what=what, reason=reason) from cause
+        raise raised_as(damaged(path, what, reason)) from cause
 
 
 def warn_of_missing_seal(path: str | Path) -> None:
     """Say that a file carries no hash; Python shows it once for a file."""
-    warnings.warn(warning("file-without-hash", path=path), stacklevel=callers_level())
+    warnings.warn(
+        UnsealedFileWarning(
+            f"{path} carries no hash (it was written by an earlier swd_lens): a change on the disk would not be noticed. Save "
+            "it again"
+        ),
+        stacklevel=callers_level(),
+    )
 
 
 def marked(values: Mapping[str, Any]) -> bool:
@@ -144,7 +167,7 @@ def open_tensors(path: Path, what: str, raised_as: type[Exception] = ValueError)
         raised_as: it is not a safetensors file, or its name is not UTF-8.
     """
     if fault := fault_of_name(path):
-        raise error("file-with-an-unreadable-name", raised_as=raised_as, path=path, fault=fault)
+        raise raised_as(f"{legible(path)} cannot be read under {fault}. Give it, and the folders above it, other names")
     for attempt in range(_ATTEMPTS):
         before = _identity(path)
         try:
@@ -190,7 +213,7 @@ def read_tensors(
     if not known and not marked(metadata):
         warn_of_missing_seal(path)
     elif known != {_MARK + tensor_digest(tensors, metadata)}:
-        raise error("file-changed", raised_as=raised_as, path=path, what=what)
+        raise raised_as(altered(path, what))
     return tensors, metadata
 
 
@@ -240,11 +263,11 @@ def require_hashes(folder: Path, hashes: Mapping[str, str], what: str, raised_as
         # By its name: a user may have put a part of the folder on another disk, with a link in its place.
         if Path(name).is_absolute() or ".." in Path(name).parts:
             reason = f"it names a file outside of the folder, {name}"
-            raise error("file-unreadable", raised_as=raised_as, path=folder, what=what, reason=reason)
+            raise raised_as(damaged(folder, what, reason))
         if not path.is_file():
-            raise error("file-gone", raised_as=raised_as, path=path, what=what)
+            raise raised_as(missing(path, what))
         if sha256(path) != expected:
-            raise error("file-changed", raised_as=raised_as, path=path, what=what)
+            raise raised_as(altered(path, what))
 
 
 def _passing(file: Path) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar, get_args
 
 import numpy as np
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import quoted
 
 AnySettings = TypeVar("AnySettings", bound="Settings")
 AUTO = "auto"  # for settings that depend on the matrix: decided by rule
@@ -88,29 +88,18 @@ class Settings:
         if bounds.one_of is not None or bool in kinds:
             choices = (True, False) if bounds.one_of is None else bounds.one_of
             if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-                raise error(
-                    "setting-unknown-choice",
-                    raised_as=self.error,
-                    name=name,
-                    value=value,
-                    choices=", ".join(map(repr, choices)),
-                )
+                raise self.error(f"{name}={quoted(value)}: choose one of {', '.join(map(repr, choices))}")
             return
         if isinstance(value, str) and str in kinds:
             if value != AUTO:
-                raise error("setting-not-a-number", raised_as=self.error, name=name, value=value, auto=AUTO)
+                raise self.error(f'{name}={quoted(value)}: give a number, or "{AUTO}"')
             return
         allowed = int if float not in kinds else (int, float)
         number = isinstance(value, allowed) and not isinstance(value, bool) and math.isfinite(value)
         if not number or not bounds.hold(value):  # pyright: ignore[reportArgumentType]
             kind = "a whole number" if allowed is int else "a finite number"
-            raise error(
-                "setting-out-of-range",
-                raised_as=self.error,
-                name=name,
-                value=value,
-                expected=f"{kind} {bounds}".rstrip(),
-            )
+            expected = f"{kind} {bounds}".rstrip()
+            raise self.error(f"{name}={quoted(value)}: give {expected}")
 
     def changed(self: AnySettings, overrides: Mapping[str, Any]) -> AnySettings:
         """The same settings with other values; NumPy's numbers, as a sweep gives them, become Python's.
@@ -121,13 +110,7 @@ class Settings:
         known = [each.name for each in fields(self)]
         for name in overrides:
             if name not in known:
-                raise error(
-                    "unknown-setting",
-                    raised_as=self.error,
-                    settings=type(self).__name__,
-                    name=name,
-                    hint=nearest(name, known),
-                )
+                raise self.error(f"{type(self).__name__} has no setting {quoted(name)}; {nearest(name, known)}")
         return replace(self, **{name: _plain_number(value) for name, value in overrides.items()})
 
     def as_dict(self) -> dict[str, Any]:
@@ -142,7 +125,7 @@ def preset(presets: Mapping[str, AnySettings], name: str, raised_as: type[Except
         raised_as: there are none of this name; the nearest names are listed.
     """
     if name not in presets:
-        raise error("unknown-preset", raised_as=raised_as, name=name, hint=nearest(name, presets))
+        raise raised_as(f"no preset {quoted(name)}; {nearest(name, presets)}")
     return presets[name]
 
 

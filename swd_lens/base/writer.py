@@ -25,7 +25,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.errors import FolderInUseError, callers_level, legible
 from swd_lens.base.files import behind_link, fault_of_name, naming, remove_remains
 from swd_lens.base.lock import VARIABLE, Lock, NoLocks, take, try_lock, wanted
 
@@ -83,7 +83,7 @@ def require_writable_file(path: str | Path) -> None:
     """
     path = Path(path)
     if path.is_dir():
-        raise error("out-is-a-folder", path=path)
+        raise IsADirectoryError(f"{legible(path)} is a folder; give the name of a file in it. Nothing was done")
     require_writable(behind_link(path).parent)
 
 
@@ -133,12 +133,16 @@ def require_writable(folder: str | Path, n_bytes: int = 0) -> None:
     """
     folder = Path(folder)
     if fault := fault_of_name(folder):
-        raise error("out-not-writable", folder=folder, reason=fault)
+        raise PermissionError(
+            f"{legible(folder)} cannot be written ({legible(fault)}). Give a folder that you may write; nothing was done"
+        )
     there = folder
     while not (there.exists() or there.is_symlink()) and there != there.parent:  # a link may lead nowhere
         there = there.parent
     if not there.is_dir():
-        raise error("out-is-no-folder", folder=folder, file=there)
+        raise NotADirectoryError(
+            f"{legible(folder)} cannot be written: {legible(there)} is no folder. Give another folder; nothing was done"
+        )
     try:
         with tempfile.TemporaryFile(dir=there) as file:
             if wanted():
@@ -146,10 +150,16 @@ def require_writable(folder: str | Path, n_bytes: int = 0) -> None:
     except NoLocks as cause:
         raise _without_locks(folder, cause) from cause
     except OSError as cause:
-        raise error("out-not-writable", folder=folder, reason=cause.strerror or cause) from cause
+        raise PermissionError(
+            f"{legible(folder)} cannot be written ({legible(cause.strerror or cause)}). Give a folder that you may write; "
+            "nothing was done"
+        ) from cause
     free = shutil.disk_usage(there).free
     if n_bytes > free:
-        raise error("out-on-a-full-disk", folder=folder, needed=n_bytes / 1e9, free=free / 1e9)
+        raise OSError(
+            f"{legible(folder)}: about {n_bytes / 1000000000.0:.2f} GB will be written and {free / 1000000000.0:.2f} GB are "
+            "free. Free some space, or give another disk; nothing was done"
+        )
 
 
 @contextmanager
@@ -163,7 +173,12 @@ def _locked(target: Path, lock_file: Path, holder_file: Path, call: str, patienc
         raise _without_locks(target, cause) from cause
     try:
         if not wanted():
-            warnings.warn(warning("folder-not-locked", folder=target, variable=VARIABLE), stacklevel=callers_level())
+            warnings.warn(
+                UserWarning(
+                    f"{legible(target)} is written without a lock ({VARIABLE}=0): no other call must write there meanwhile"
+                ),
+                stacklevel=callers_level(),
+            )
         _held[target] = (threading.current_thread(), lock)
         holder = {"call": call, "process": os.getpid(), "machine": socket.gethostname(), "since": _now()}
         with naming(holder_file):
@@ -184,11 +199,18 @@ def _in_use(target: Path, lock_file: Path, holder_file: Path) -> Exception:
         who = f"{holder['call']} (process {holder['process']} on {holder['machine']}, since {holder['since']})"
     except (OSError, ValueError, KeyError, TypeError):
         who = "another call"
-    return error("folder-in-use", folder=target, who=who, lock=lock_file)
+    return FolderInUseError(
+        f"{target} is written by {who}. Wait for it, end it, or give another folder; the lock of a process that died is "
+        f"free at once. Only if that process ran on another machine and is gone, remove {lock_file}"
+    )
 
 
 def _without_locks(folder: Path, cause: OSError) -> Exception:
-    refusal: Any = error("folder-without-locks", folder=folder, reason=cause.strerror or cause, variable=VARIABLE)
+    refusal: Any = OSError(
+        f"{legible(folder)} cannot be locked ({legible(cause.strerror or cause)}): its file system has no locks, so that two "
+        "calls could write it at once. Give a folder on a local disk; or, where nobody else writes there, set "
+        f"{VARIABLE}=0 in the environment. Nothing was done"
+    )
     refusal.errno = cause.errno
     return refusal
 

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import TaskError, quoted
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host
@@ -100,7 +100,10 @@ def ablation_values(scores: UnitScores, ablation: str) -> dict[str, Float[Tensor
         ValueError: neither "mean" nor "zero".
     """
     if ablation not in ("mean", "zero"):
-        raise error("ablation-without-prompts", ablation=ablation)
+        raise ValueError(
+            f"ablation must be 'mean' or 'zero' here, got {quoted(ablation)} (resampled values belong to prompts: see "
+            "evaluate)"
+        )
     return {site: mean if ablation == "mean" else torch.zeros_like(mean) for site, mean in scores.means.items()}
 
 
@@ -129,7 +132,7 @@ class Reference:
 
     def __init__(self, host: Host, sites: Sequence[Site], scores: UnitScores, ablation: str, split: TaskSplit):
         if ablation not in ABLATIONS:
-            raise error("unknown-ablation", choices=ABLATIONS, ablation=ablation)
+            raise ValueError(f"ablation must be one of {ABLATIONS}, got {quoted(ablation)}")
         self.host, self.sites, self.positions = host, list(sites), scores.settings["positions"]
         self.fixed = None if ablation == "resample" else ablation_values(scores, ablation)
         if self.fixed is None:
@@ -161,27 +164,20 @@ def _require_corrupt(split: TaskSplit, positions: str) -> None:
     corrupt = split.corrupt or (None,) * len(split)
     without = [i for i, tokens in enumerate(corrupt) if tokens is None]
     if without:
-        raise error(
-            "resample-without-corrupt",
-            n_without=len(without),
-            n_prompts=len(split),
-            split=split.name,
-            task=split.task,
-            prompt=split.examples[without[0]].prompt,
+        raise TaskError(
+            f"ablation='resample' needs a corrupt prompt for every example; {len(without)} of {len(split)} {split.name} "
+            f"prompts of {quoted(split.task)} have none, the first is {quoted(split.examples[without[0]].prompt)}. Take "
+            "ablation='mean'"
         )
     if positions == "all":
         lengths = [0 if tokens is None else len(tokens) for tokens in corrupt]
         other = [i for i, length in enumerate(lengths) if length != len(split.tokens[i])]
         if other:
             i = other[0]
-            raise error(
-                "resample-other-length",
-                n_other=len(other),
-                n_prompts=len(split),
-                split=split.name,
-                task=split.task,
-                n_tokens=len(split.tokens[i]),
-                corrupt_length=lengths[i],
+            raise TaskError(
+                f"ablation='resample' at all positions needs corrupt prompts of the same length; {len(other)} of "
+                f"{len(split)} {split.name} prompts of {quoted(split.task)} differ, the first has {len(split.tokens[i])} "
+                f"tokens and its corrupt one {lengths[i]}. Take positions='scoring' or ablation='mean'"
             )
 
 
@@ -198,12 +194,12 @@ def replaced_masks(scores: UnitScores, units: Any, mode: str) -> dict[str, Bool[
         ValueError: a unit that these scores do not cover, or an unknown mode.
     """
     if mode not in MODES:
-        raise error("unknown-intervention-mode", choices=MODES, mode=mode)
+        raise ValueError(f"mode must be one of {MODES}, got {quoted(mode)}")
     members = {site: torch.zeros(len(s), dtype=torch.bool) for site, s in scores.scores.items()}
     for site, index in read_units(units, members):
         if site not in members or not 0 <= index < len(members[site]):
             has = ", ".join(f"{name} (0 to {len(mask) - 1})" for name, mask in members.items())
-            raise error("unit-not-scored", site=site, index=index, sites=has)
+            raise ValueError(f"unit {site}/{index} is not among the scored units: {has}")
         members[site][index] = True
     return {site: mask if mode == "ablate" else ~mask for site, mask in members.items()}
 

@@ -27,7 +27,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible, quoted
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.ablation import MEAN_OVER, Means, aligned
@@ -105,10 +105,12 @@ def attribute(
     _check("positions", positions, POSITIONS)
     _check("mean_over", mean_over, MEAN_OVER)
     if steps < 1:
-        raise error("no-steps", steps=steps)
+        raise ValueError(f"steps must be at least 1, got {steps}")
     split = prompts.train if isinstance(prompts, Task) else prompts
     if not isinstance(split, TaskSplit):
-        raise error("prompts-of-another-type", kind=type(split).__name__)
+        raise TypeError(
+            f"prompts must be a Task or a TaskSplit, got {type(split).__name__}; load_task(name, model) makes one"
+        )
     split.require_host(model)
     require_no_dropout(model)
     if score != "ablation":
@@ -155,7 +157,7 @@ def attribute(
 
 def _check(what: str, value: str, valid: tuple[str, ...]) -> None:
     if value not in valid:
-        raise error("unknown-choice", name=what, choices=valid, value=value)
+        raise ValueError(f"{legible(what)} must be one of {valid}, got {quoted(value)}")
 
 
 # ---------------------------------------------------------------------------------------------- contributions
@@ -221,7 +223,10 @@ class TrainingPass:
             margins = bucket.margin(logits)
             require_seen(sites, differentiated, "units")
             if not margins.requires_grad:
-                raise error("metric-without-gradient")
+                raise ValueError(
+                    "the margin has no gradient by the units: a metric function must be differentiable (argmax or a "
+                    "comparison is not). score='ablation' needs no gradient"
+                )
             gradients = torch.autograd.grad(margins.sum(), list(differentiated.values()))
         return seen, {name: g.float() for name, g in zip(differentiated, gradients, strict=True)}
 
@@ -306,7 +311,10 @@ def direct_logit(training: TrainingPass) -> Callable[[Bucket], PerSite]:
     host, units, last = training.host, training.units, training.host.model.cfg.n_layers
     for site in units.sites:
         if site.kind not in WRITES_RESIDUAL:
-            raise error("direct-logit-elsewhere", kinds=", ".join(WRITES_RESIDUAL), site=site.name)
+            raise ValueError(
+                f"score='direct_logit' is for sites that write to the residual stream ({', '.join(WRITES_RESIDUAL)}); "
+                f"{site.name} does not. Leave it out, or take score='first_order'"
+            )
 
     def contributions(bucket: Bucket) -> PerSite:
         prefix = host.freeze_prefix(bucket.tokens) if training.shortcuts.keeps_prefix else None

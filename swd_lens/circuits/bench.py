@@ -16,7 +16,7 @@ from torch import Tensor
 
 from swd_lens.base.divergence import kl as kl_divergence
 from swd_lens.base.divergence import log_probabilities
-from swd_lens.base.errors import error
+from swd_lens.base.errors import quoted
 from swd_lens.base.progress import tqdm
 from swd_lens.circuits.ablation import Reference
 from swd_lens.circuits.kept import DenseRuns
@@ -180,10 +180,7 @@ class Bench:
 def _require_same_beginning(scored: bool | None, split: TaskSplit) -> None:
     if None not in (scored, split.prepend_bos) and scored != split.prepend_bos:
         how = {True: "with", False: "without"}
-        raise error(
-            "scores-with-another-beginning",
-            scored=how[bool(scored)],
-            split=split.name,
-            task=split.task,
-            measured=how[bool(split.prepend_bos)],
+        raise ValueError(
+            f"the scores are of prompts {how[bool(scored)]} BOS, the {split.name} prompts of {quoted(split.task)} are "
+            f"{how[bool(split.prepend_bos)]}: their means do not fit; load both with the same prepend_bos"
         )

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible, quoted
 from swd_lens.base.files import plain
 from swd_lens.base.record import Record
 from swd_lens.base.sealed import read_tensors, readable, write_tensors
@@ -65,13 +65,16 @@ class Circuit(Record):
         units_of = sources_by_site(factors)
         for site, source in units_of.items():
             if not is_counted(source):
-                raise error("circuit-of-uncounted-edges", site=site, kind=type(source).__name__)
+                raise TypeError(
+                    f"the units of {site} are a {type(source).__name__}, whose edges are not counted before it is "
+                    "attached; take a circuit from the curve: evaluate(...).circuit(n_units)"
+                )
         require_made_for(units_of, scores.settings, "this ranking")
         members = read_units(units, scores.scores)
         replaced_masks(scores, members, "ablate")  # refuses what is not there
         twice = [unit for unit in set(members) if members.count(unit) > 1]
         if twice:
-            raise error("circuit-unit-twice", site=twice[0][0], index=twice[0][1], count=members.count(twice[0]))
+            raise ValueError(f"unit {twice[0][0]}/{twice[0][1]} is named {members.count(twice[0])} times; name it once")
         return cls(tuple(members), scores, active_edges(units_of), provenance, unit_bits_of(units_of))
 
     # ------------------------------------------------------------------ counts
@@ -189,7 +192,10 @@ class Circuit(Record):
     def _require_same_factors(self, other: "Circuit") -> None:
         for key in ("units", "factors"):
             if self.scores.settings.get(key) != other.scores.settings.get(key):
-                raise error("overlap-of-other-factors")
+                raise ValueError(
+                    "these circuits are of different factors, so equal numbers do not name equal units; compare circuits "
+                    "that were found with the same FactorSet"
+                )
 
     def __repr__(self) -> str:
         sites = len({site for site, _ in self.units})
@@ -259,15 +265,17 @@ class Circuit(Record):
         """
         path = Path(path)
         if not path.is_file():
-            raise error("circuit-file-missing", path=path)
+            raise FileNotFoundError(f"there is no circuit file {legible(path)}")
         tensors, header = read_tensors(path, _WHAT)
         if header.get("format") != _FORMAT:
-            raise error("not-a-circuit-file", path=path, format=header.get("format"))
+            raise ValueError(f"{legible(path)} is not a circuit file (its format is {quoted(header.get('format'))})")
         with readable(path, _WHAT):
             about = json.loads(header["about"])
             version = int(about["version"])
         if version > _VERSION:
-            raise error("circuit-file-of-the-future", path=path, version=version, known=_VERSION)
+            raise ValueError(
+                f"{legible(path)} has circuit format {version}, this swd_lens reads up to {_VERSION}; update swd_lens"
+            )
         with readable(path, _WHAT):  # files without a hash may hold anything
             parts = [{s: tensors[f"{part}/{s}"] for s in about["sites"]} for part in ("scores", "means", "edges")]
             heads = {s: [(str(n), float(share)) for n, share in of] for s, of in about.get("heads", {}).items()}

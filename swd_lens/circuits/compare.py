@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible, quoted
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.attribution import attribute
 from swd_lens.circuits.comparison import ROLES, TOLERANCE, Comparison, TaskComparison
@@ -82,10 +82,14 @@ def compare(
     measured = dict(fidelities or {})
     if unknown := [name for name in measured if name not in sources]:
         names = ", ".join(map(repr, sources))
-        raise error("comparison-fidelities-of-other-curves", unknown=", ".join(map(repr, unknown)), names=names)
+        raise ValueError(
+            f"fidelities are of {legible(', '.join(map(repr, unknown)))}, but the curves are called {legible(names)}"
+        )
     reference = next(iter(methods)) if reference is None else reference
     if reference not in methods:
-        raise error("comparison-unknown-reference", reference=reference, methods=", ".join(map(repr, methods)))
+        raise ValueError(
+            f"reference {quoted(reference)} is not among the methods: {legible(', '.join(map(repr, methods)))}"
+        )
     positions = several((attribution or {}).get("positions", positions), "positions")
     ablation = several((evaluation or {}).get("ablation", ablation), "ablation")
     protocol = Protocol(
@@ -100,7 +104,10 @@ def compare(
     )
     for method, role in (roles or {}).items():
         if method not in methods or role not in ROLES:
-            raise error("comparison-unknown-role", method=method, role=role, choices=ROLES, methods=", ".join(methods))
+            raise ValueError(
+                f"roles= gives {quoted(method)} the role {quoted(role)}: methods are {legible(', '.join(methods))}, roles "
+                f"one of {ROLES}"
+            )
     known = {method: role_of(given) for method, given in methods.items()} | dict(roles or {})
     how = {"reference": reference, "measured": measured, "tolerance": tolerance, "roles": known}
     return comparison_over_hosts(protocol, methods, hosts or {}, **how)
@@ -116,7 +123,10 @@ def comparison_over_hosts(
     """
     own = {name: source for name, source in methods.items() if name not in hosts}
     if not own or set(hosts) - set(methods):
-        raise error("comparison-hosts-of-other-methods", hosts=", ".join(hosts), methods=", ".join(methods))
+        raise ValueError(
+            f"hosts= names {legible(', '.join(hosts))}, methods are {legible(', '.join(methods))}: name methods, and leave "
+            "one at least to the model itself"
+        )
     measured, roles = how.pop("measured", {}), how.pop("roles", {})
 
     def on(run: Protocol, given: Mapping[str, Any]) -> Comparison:
@@ -181,7 +191,7 @@ def several(given: Any, name: str) -> tuple[str, ...]:
     """One name or several, each once. Raises ValueError where there is none."""
     names = (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
     if not names:
-        raise error("comparison-without-intervention", name=name)
+        raise ValueError(f"{legible(name)}= names nothing: pass one name or several")
     return names
 
 
@@ -194,16 +204,21 @@ def check_tasks(tasks: Any) -> list[Task]:
     """
     if isinstance(tasks, Mapping | str) or not isinstance(tasks, Iterable | Task):
         hint = "; pass list(tasks.values())" if isinstance(tasks, Mapping) else ""
-        raise error("comparison-tasks-of-another-type", tasks=reprlib.repr(tasks), hint=hint)
+        raise TypeError(f"tasks must be a Task or a list of them, got {legible(reprlib.repr(tasks))}{legible(hint)}")
     listed = [tasks] if isinstance(tasks, Task) else list(tasks)
     for task in listed:
         if not isinstance(task, Task):
-            raise error("comparison-task-of-another-type", task=reprlib.repr(task))
+            raise TypeError(
+                f"every task must be a Task, got {legible(reprlib.repr(task))}; make one with swd_lens.load_task(name, "
+                "model) or Task.from_prompts(...)"
+            )
     names = [task.name for task in listed]
     if not names:
-        raise error("comparison-without-tasks")
+        raise ValueError("no task to compare on: pass a Task, or several")
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise error("comparison-task-twice", names=", ".join(map(repr, twice)))
+        raise ValueError(
+            f"two tasks are called {legible(', '.join(map(repr, twice)))}; results are kept by name: rename one"
+        )
     return listed
 
 
@@ -213,30 +228,24 @@ def check_options(attribution: Mapping[str, Any] | None, evaluation: Mapping[str
         valid = [p.name for p in signature(of).parameters.values() if p.kind is Parameter.KEYWORD_ONLY]
         if unknown := [name for name in options or {} if name not in valid]:
             named = ", ".join(map(repr, unknown))
-            raise error(
-                "comparison-unknown-option",
-                argument=what,
-                options=named,
-                function=of.__name__,
-                choices=", ".join(valid),
-            )
+            raise TypeError(f"{legible(what)}= has no option {legible(named)}; {of.__name__} takes {', '.join(valid)}")
 
 
 def sources_of(methods: Any) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
     """Name of a curve -> factors or what makes them, and the methods that have seeds."""
     if not isinstance(methods, Mapping):
-        raise error("comparison-methods-of-another-type", kind=type(methods).__name__)
+        raise TypeError(f'methods must be a mapping {{"name": factors, ...}}, got a {type(methods).__name__}')
     if not methods:
-        raise error("comparison-without-methods")
+        raise ValueError('nothing to compare: pass {"name": factors, ...}')
     sources: dict[str, Any] = {}
     groups: dict[str, tuple[str, ...]] = {}
     for method, given in methods.items():
         seeded = isinstance(given, list | tuple)
         named = {f"{method}/{seed}": source for seed, source in enumerate(given)} if seeded else {method: given}
         if not named:
-            raise error("comparison-without-seeds", method=method)
+            raise ValueError(f"{quoted(method)} has no seeds: pass its factors, or a list of at least one")
         if twice := sorted(set(named) & set(sources)):
-            raise error("comparison-curve-twice", names=", ".join(map(repr, twice)))
+            raise ValueError(f"two curves are called {legible(', '.join(map(repr, twice)))}: rename a method")
         sources |= named
         if seeded:
             groups[method] = tuple(named)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 from swd_lens.base.record import Record
 from swd_lens.circuits.curve import CostCurve, SeedCosts, over_seeds
 from swd_lens.circuits.fidelity import Fidelity
@@ -145,9 +145,12 @@ class Comparison(Mapping[str, TaskComparison], Record):
             ValueError: a method that stands in both, or other tasks or interventions.
         """
         if twice := sorted(set(self.methods) & set(other.methods)):
-            raise error("comparison-curve-twice", names=", ".join(map(repr, twice)))
+            raise ValueError(f"two curves are called {legible(', '.join(map(repr, twice)))}: rename a method")
         if list(self) != list(other) or list(self.under_each()) != list(other.under_each()):
-            raise error("comparisons-of-other-tasks", tasks=", ".join(self), others=", ".join(other))
+            raise ValueError(
+                f"one comparison is of {legible(', '.join(self))}, the other of {legible(', '.join(other))}, or they "
+                "intervene otherwise: they cannot stand beside each other"
+            )
         tasks = {
             name: TaskComparison(name, {**ours.curves, **other[name].curves}, {**ours.scores, **other[name].scores})
             for name, ours in self.items()

@@ -19,7 +19,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import error
 from swd_lens.base.record import Record
 from swd_lens.base.shares import fewest_with
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -93,14 +92,17 @@ def concentration(
         AttachError, UnsupportedHostError: see `swd_lens.attribute`.
     """
     if not 0 < share < 1:
-        raise error("concentration-share-outside", share=share)
+        raise ValueError(f"share={share} is no part of a whole; give a number between 0 and 1, such as 0.5")
     require_no_dropout(model)
     require_gradients(model)
     split, about = text_predictions(model, tokens, n_predictions, context, seed, exclude)
     costs = _costs(model, factors, split, float(share))
     costs = costs[costs[:, 0] > 0]
     if len(costs) < 2:
-        raise error("concentration-of-nothing", n_predictions=len(split))
+        raise ValueError(
+            f"these units add to at most one of {len(split)} next tokens, so nothing can be said; swd.screen says which "
+            "sites do something"
+        )
     logs = costs.log()
     edges, units = logs.mean(0).exp().tolist()
     settings = {"context": context, "seed": seed, **about}
@@ -121,7 +123,10 @@ def text_predictions(
     if with_bos and bool((rows[:, 0] == start[0]).all()):
         rows = rows[:, 1:]  # contexts get their own
     if context < 1 or rows.shape[1] < context + 1:
-        raise error("concentration-rows-too-short", context=context, length=rows.shape[1])
+        raise ValueError(
+            f"a context of {context} tokens and the token after it do not fit into rows of {rows.shape[1]}; give a "
+            "context of at least 1 token, and longer rows"
+        )
     windows = rows.unfold(1, context + 1, context + 1).flatten(0, 1)
     about: dict[str, Any] = {"prepend_bos": with_bos}
     if (counted := counting.of(windows)) is not None:
@@ -133,7 +138,9 @@ def text_predictions(
     drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))]
     chosen = torch.tensor(_different(drawn)[:n])
     if len(chosen) < 2:
-        raise error("concentration-of-one-prediction", n=len(chosen))
+        raise ValueError(
+            f"the text has {len(chosen)} different contexts, and a mean needs two; give more tokens, or a shorter context"
+        )
     prompts, answers = chosen[:, :-1], chosen[:, -1]
     others = [_likeliest_other(model, *part) for part in zip(prompts.split(_BATCH), answers.split(_BATCH), strict=True)]
     right, wrong = ([(token,) for token in of.tolist()] for of in (answers, torch.cat(others)))

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.errors import NotCarriedWarning, callers_level, legible, quoted
 from swd_lens.base.record import Record
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.measure import LEVEL, VALUES, Carried, Margins, Threshold, crossing_interval, surface_name
@@ -175,7 +175,11 @@ class CostCurve(Record):
         _check_cost(cost)
         if not self.carries:
             warnings.warn(
-                warning("surface-carries-nothing", sentence=self._does_not_carry()), stacklevel=callers_level()
+                NotCarriedWarning(
+                    f"{self._does_not_carry()} No circuit of these units has a cost: there is nothing of which it could "
+                    "recover a part"
+                ),
+                stacklevel=callers_level(),
             )
             return None
         return self.row_of(asked, cost)
@@ -202,18 +206,17 @@ class CostCurve(Record):
         asked = Threshold.given(**threshold)
         _check_cost(cost)
         if not self.carries:
-            raise error("circuit-of-nothing-carried", sentence=self._does_not_carry())
+            raise ValueError(
+                f"{legible(self._does_not_carry())} No circuit of these units can be chosen: there is nothing of which it "
+                "could recover a part"
+            )
         row = self.row_of(asked, cost)
         if row is None:
             chosen = self.validation if len(self.validation) else self.rows
             of = "drop" if asked.of == "necessity" else asked.of
-            raise error(
-                "prefix-never-reaches",
-                task=self.task,
-                split=self.chosen_on,
-                threshold=asked.value,
-                measure=of,
-                highest=chosen[of].max(),
+            raise ValueError(
+                f"no prefix of {quoted(self.task)} reaches {asked.value} on the {self.chosen_on} prompts; the highest "
+                f"{of} is {chosen[of].max():.3f}"
             )
         chosen_at = {asked.of: asked.value, "cost": cost, "chosen_on": self.chosen_on}
         return self.circuit(int(row["units"]), chosen_at=chosen_at)
@@ -227,7 +230,7 @@ class CostCurve(Record):
         self._require("scores", self.scores)
         assert self.scores is not None
         if not 0 <= n_units <= self.scores.n_units:
-            raise error("n-units-outside", limit=self.scores.n_units, n_units=n_units)
+            raise ValueError(f"n_units must lie in 0 .. {self.scores.n_units}, got {n_units}")
         units = tuple(self.scores.ranking()[:n_units])
         return Circuit(units, self.scores, self.edges, {"kind": "prefix", **self.settings, **provenance}, self.bits)
 
@@ -262,13 +265,19 @@ class CostCurve(Record):
         asked = Threshold.given(**threshold)
         _check_cost(cost)
         if not 0 < level < 1:
-            raise error("confidence-level-outside", level=level)
+            raise ValueError(f"level must lie in (0, 1), got {level}; 0.95 is a 95 % interval")
         self._require("margins", self.margins)
         if self.margins["full"].numel() < 2:
-            raise error("interval-of-one-prompt", task=self.task)
+            raise ValueError(
+                f"{quoted(self.task)} was measured on a single prompt: an interval over prompts needs two at least"
+            )
         if not self.carries:
             warnings.warn(
-                warning("surface-carries-nothing", sentence=self._does_not_carry()), stacklevel=callers_level()
+                NotCarriedWarning(
+                    f"{self._does_not_carry()} No circuit of these units has a cost: there is nothing of which it could "
+                    "recover a part"
+                ),
+                stacklevel=callers_level(),
             )
             return None, None
         keep, ablate, full = (self.margins[name].double() for name in ("keep", "ablate", "full"))
@@ -290,7 +299,7 @@ class CostCurve(Record):
 
     def _require(self, what: str, value: Any) -> None:
         if not value:
-            raise error("curve-without-circuit", part=what)
+            raise ValueError(f"this curve carries no {what} (it was made by hand, not by evaluate)")
 
     # ------------------------------------------------------------------------------------------ the whole curve
 
@@ -307,7 +316,7 @@ class CostCurve(Record):
         rows = self.rows.sort_values(by="units")
         total = int(rows[cost].iloc[-1])
         if self.settings.get("grid") != "mib":
-            raise error("mib-without-its-prefixes")
+            raise ValueError('mib() needs the prefixes of its fractions: evaluate(..., grid="mib")')
         f = [float(rows.loc[rows[cost] <= part * total, "recovered"].to_numpy()[-1]) for part in MIB_FRACTIONS]
         return {"CPR": _area(f), "CMD": _area([abs(1.0 - value) for value in f])}
 
@@ -324,7 +333,7 @@ class CostCurve(Record):
         """
         _check_cost(cost)
         if of not in VALUES:
-            raise error("curve-unknown-value", choices=VALUES, of=of)
+            raise ValueError(f"of must be one of {VALUES}, got {quoted(of)}")
         best = self.rows.loc[:, [of, cost]].dropna().sort_values(by=[of, cost], ascending=[False, True])
         # From the highest value down: a prefix counts where none that reaches as much costs less.
         best = best[best[cost] < best[cost].cummin().shift(fill_value=best[cost].max() + 1)]
@@ -350,7 +359,7 @@ def _size(row: Mapping[str, Any]) -> str:
 
 def _check_cost(cost: str) -> None:
     if cost not in COSTS:
-        raise error("unknown-cost", choices=COSTS, cost=cost)
+        raise ValueError(f"cost must be one of {COSTS}, got {quoted(cost)}")
 
 
 def _area(values: list[float]) -> float:

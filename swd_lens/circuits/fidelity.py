@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.base.divergence import CHUNK_BYTES, Buffers, DensePredictions, Divergence
-from swd_lens.base.errors import error
+from swd_lens.base.errors import TokenError
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -234,9 +234,9 @@ def fidelities(
     counted = stream.counted(rows, 0)
     require_no_dropout(model)
     if rows.shape[1] < 2:
-        raise error("fidelity-of-single-tokens")
+        raise TokenError("fidelity needs rows of at least two tokens: each position predicts the next")
     if (of_predictions := predicted(counted)) is not None and not bool(of_predictions.any()):
-        raise error("nothing-predicted")
+        raise TokenError("no prediction counts: every one is read at a token that is left out, or is of one")
     host = host_of(model)
     units = {name: UnitSet.of(model, factors) for name, factors in replacements.items()}
     floors = Floors(host, units, rows)

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import quoted
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.ablation import replaced_masks
 from swd_lens.circuits.bench import Bench, Outcome
@@ -94,7 +94,7 @@ def evaluate(
     """
     split = prompts.test if isinstance(prompts, Task) else prompts
     if random_sets < 0:
-        raise error("negative-random-sets", random_sets=random_sets)
+        raise ValueError(f"random_sets must be 0 or more sets beside each prefix, got {random_sets}")
     require_no_dropout(model)
     how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
     with attach(model, factors) as attachment:
@@ -264,10 +264,10 @@ def judge(
     split = prompts.test if isinstance(prompts, Task) else prompts
     named = {"circuit": circuits} if isinstance(circuits, Circuit) else dict(circuits)
     if not named:
-        raise error("nothing-to-judge")
+        raise ValueError('nothing to judge: pass a circuit, or {"name": circuit, ...}')
     scores = next(iter(named.values())).scores
     if not all(_same_scores(circuit.scores, scores) for circuit in named.values()):
-        raise error("judged-with-different-scores")
+        raise ValueError("these circuits were found with different scores; judge them in separate calls")
     require_no_dropout(model)
     how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
     # The empty circuit first: what the others recover is measured from it.
@@ -303,7 +303,7 @@ def _lengths(grid: Iterable[Any] | str | None, scores: UnitScores, edges: Mappin
     n_units = scores.n_units
     if isinstance(grid, str):
         if grid != "mib":
-            raise error("unknown-grid", grid=grid)
+            raise ValueError(f'grid must be prefix lengths, None or "mib", got {quoted(grid)}')
         costs = torch.tensor([int(edges[site][unit]) for site, unit in scores.ranking()]).cumsum(0)
         whole = int(costs[-1])
         by_edges = [int((costs <= fraction * whole).sum()) for fraction in MIB_FRACTIONS]
@@ -312,7 +312,7 @@ def _lengths(grid: Iterable[Any] | str | None, scores: UnitScores, edges: Mappin
         wanted = {*prefix_grid(n_units)} if grid is None else {0, *map(_length, grid), n_units}
     lengths = sorted(wanted)
     if lengths[0] < 0 or lengths[-1] > n_units:
-        raise error("prefix-lengths-outside", n_units=n_units, first=lengths[0], last=lengths[-1])
+        raise ValueError(f"prefix lengths must lie in 0 .. {n_units}, got {lengths[0]} .. {lengths[-1]}")
     return lengths
 
 
@@ -320,4 +320,4 @@ def _length(k: Any) -> int:
     try:
         return operator.index(k)
     except TypeError:
-        raise error("prefix-lengths-not-whole", length=k) from None
+        raise ValueError(f"prefix lengths must be whole numbers, got {quoted(k)}") from None

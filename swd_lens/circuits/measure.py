@@ -28,7 +28,7 @@ from jaxtyping import Float
 from scipy.special import stdtrit
 from torch import Tensor
 
-from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.errors import UndefinedSufficiencyWarning, callers_level, legible, quoted
 from swd_lens.hosts.sites import split_name
 from swd_lens.tasks.task import TaskSplit
 
@@ -147,10 +147,10 @@ class Threshold:
         shares["recovered of dense"] = recovered_of_dense
         for name, value in shares.items():
             if value is not None and not value <= _MOST_SHARE:
-                raise error("threshold-outside", name=name, value=value)
+                raise ValueError(f"{legible(name)} is a share: {legible(name)}=0.9 is 90 %; got {quoted(value)}")
         named = {name: value for name, value in {**shares, "drop": drop}.items() if value is not None}
         if len(named) > 1:
-            raise error("not-one-threshold")
+            raise ValueError("give one threshold: recovered=0.9, sufficiency=0.9, necessity=0.5 or drop=1.0")
         return cls(*next(iter(named.items()), ("recovered", RECOVERED)))
 
     def contrast(self, margins: Margins) -> Float[Tensor, "circuit prompt"]:
@@ -189,7 +189,13 @@ def measured(margins: Margins, carried: Carried, task: str, *, warn: bool = True
     keep, ablate, full, empty = (m.double() for m in (margins.keep, margins.ablate, margins.full, margins.empty))
     q_full = float(full.mean())
     if warn and not q_full > 0:
-        warnings.warn(warning("undefined-sufficiency", task=task, margin=q_full), stacklevel=callers_level())
+        warnings.warn(
+            UndefinedSufficiencyWarning(
+                f"the mean margin of {quoted(task)} with all units is {q_full:.3f}, not positive: the model does not do this "
+                "task here, so sufficiency is undefined (NaN)"
+            ),
+            stacklevel=callers_level(),
+        )
     columns: dict[str, Tensor] = {}
     for name, part, whole in (("recovered", keep - empty, full - empty), ("sufficiency", keep, full)):
         defined = carried.enough if name == "recovered" else q_full > 0

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import quoted
 from swd_lens.base.figures import INK, new_figure, style
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -177,9 +177,9 @@ def circuit_null(
         UndefinedSufficiencyWarning: the mean margin with all units is not positive.
     """
     if n < 1:
-        raise error("null-without-circuits", n=n)
+        raise ValueError(f"n={n}: a null needs at least one random circuit; the smallest possible p is 1 / (n + 1)")
     if match not in MATCHES:
-        raise error("null-unknown-match", choices=MATCHES, match=match)
+        raise ValueError(f"match must be one of {MATCHES}, got {quoted(match)}")
     split = task.test if isinstance(task, Task) else task
     units = UnitSet.of(model, factors)
     how: dict[str, Any] = {"ablation": ablation, "batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
@@ -191,7 +191,7 @@ def circuit_null(
     elif isinstance(circuit, Circuit):
         subject = circuit
     elif not 0 <= circuit <= scores.n_units:
-        raise error("n-units-outside", limit=scores.n_units, n_units=circuit)
+        raise ValueError(f"n_units must lie in 0 .. {scores.n_units}, got {circuit}")
     else:
         subject = Circuit.of(units, scores, scores.ranking()[:circuit], kind="prefix")
 
@@ -239,13 +239,19 @@ class _Pool:
     def of(cls, circuit: Circuit, match: str) -> "_Pool":
         """The pool of a match; raises ValueError where the circuit has no edges, or every valid unit."""
         if not circuit.n_edges:
-            raise error("null-of-no-edges", n_units=circuit.n_units)
+            raise ValueError(
+                f"the circuit of {circuit.n_units} units has no edges, and nothing else of no edges can be drawn; where "
+                "the empty circuit is sufficient, the task does not need these units"
+            )
         ranked = [(site, unit) for site, unit in circuit.scores.ranking() if int(circuit.edges[site][unit])]
         edges, inside = torch.tensor([int(circuit.edges[site][unit]) for site, unit in ranked]), set(circuit.units)
         members = torch.tensor([unit in inside for unit in ranked])
         stratum = STRATUM * int(members.sum()) if match == "score" else None
         if bool(members.all()):
-            raise error("null-of-all-units", n_units=int(members.sum()))
+            raise ValueError(
+                f"the circuit has all {int(members.sum()):,} units that read and write: no other circuit can be drawn "
+                "beside it"
+            )
         return cls(ranked, edges, members, stratum)
 
     def draw(self, generator: torch.Generator) -> tuple[tuple[str, int], ...]:

@@ -34,7 +34,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base.divergence import cross_entropy, log_probabilities
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible, quoted
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
@@ -187,15 +187,15 @@ def per_token_use(
     """
     for name, value, choices in (("by", by, BY), ("order", order, ORDERS)):
         if value not in choices:
-            raise error("unknown-choice", name=name, choices=choices, value=value)
+            raise ValueError(f"{legible(name)} must be one of {choices}, got {quoted(value)}")
     if not 0 < recovered < 1:
-        raise error("per-token-share-outside", recovered=recovered)
+        raise ValueError(f"recovered={recovered} is no part of a whole; give a number between 0 and 1, such as 0.9")
     rows = as_rows(tokens, model)
     require_no_dropout(model)
     if by == "loss":
         require_gradients(model)
         if rows.shape[1] < 2:
-            raise error("per-token-of-single-tokens")
+            raise ValueError('by="loss" needs rows of at least two tokens: each position predicts the next')
     with attach(model, factors) as attachment:
         units = attachment.factors
         if circuit is not None:
@@ -229,7 +229,9 @@ def _grid(grid: Sequence[int] | None, n_units: int) -> list[int]:
     if grid is None:
         grid = [k for i in range(n_units.bit_length()) for k in (2**i, 3 * 2**i) if k <= n_units]
     if wrong := [k for k in grid if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= n_units]:
-        raise error("per-token-grid", k=wrong[0], n_units=n_units)
+        raise ValueError(
+            f"grid has {quoted(wrong[0])}, which is no number of units: give whole numbers in 1 .. {n_units}"
+        )
     return sorted({*grid, n_units})
 
 
@@ -303,7 +305,10 @@ def _written(
             change = of_site.decode(few + mean) - of_site.decode(mean.expand_as(few))
             linear = None if vectors is None else few @ vectors.to(few)
         if linear is None or float((change - linear).norm()) > _LINEAR * float(change.norm()) + 1e-6:
-            raise error("per-token-without-vectors", site=site.name, kind=of_site.name)
+            raise ValueError(
+                f"the units of {site.name} ({of_site.name}) do not write a sum of vectors, one per unit, so a unit has no "
+                'contribution of its own; take by="loss" for them'
+            )
         if of_site.writes == "input":
             assert vectors is not None
             vectors = vectors.float() @ host.weight(site).to(vectors.device)
@@ -413,7 +418,10 @@ def _by_loss(
                 needed.append(_of_rows(predictions, units, rows, means, (recovered, least), grid))
     found = torch.cat(needed)
     if not bool((found >= 0).any()):
-        raise error("per-token-helps-nobody", least=least)
+        raise ValueError(
+            f"these units take no more than {least} nats off the cross-entropy of any token of the text, so there is "
+            "nothing to recover; give a lower least=, or more text"
+        )
     return {units.sites[0].name if len(units.sites) == 1 else _TOGETHER: found}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import quoted
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.circuits.curve import COSTS, CostCurve, mean_min_cost
 from swd_lens.circuits.measure import RECOVERED
@@ -88,7 +88,7 @@ def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[CostCurve]]], cost
         ValueError: an unknown cost.
     """
     if cost not in COSTS:
-        raise error("unknown-cost", choices=COSTS, cost=cost)
+        raise ValueError(f"cost must be one of {COSTS}, got {quoted(cost)}")
     width = max(_PANEL, _WIDE / len(panels))
     figure, axes = new_figure(2, len(panels), width=width, height=2.3)
     drawn: dict[str, Any] = {}

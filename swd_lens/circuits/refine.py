@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible, quoted
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -141,10 +141,10 @@ def refine(
             undefined: these units carry nothing on the search's prompts, or the margin is not positive).
     """
     if cost not in COSTS:
-        raise error("unknown-cost", choices=COSTS, cost=cost)
+        raise ValueError(f"cost must be one of {COSTS}, got {quoted(cost)}")
     threshold, end = Threshold.given(recovered=recovered, sufficiency=sufficiency), time.monotonic() + seconds
     if max_prompts < 1:
-        raise error("refine-no-prompts", max_prompts=max_prompts)
+        raise ValueError(f"max_prompts must be at least 1, got {max_prompts}")
     split = (task.train if isinstance(task, Task) else task).first(max_prompts)
     require_no_dropout(model)
     with attach(model, factors) as attachment:
@@ -182,7 +182,10 @@ def _best_prefix(stop: "_Search") -> Bool[Tensor, " unit"]:
     lengths = torch.tensor(prefix_grid(len(stop.ranking)))
     good = stop.good(stop.prefixes_of(lengths)).nonzero()[:, 0]
     if not len(good):
-        raise error("refine-no-prefix", target=stop.threshold, n_prompts=len(stop.bench.split))
+        raise ValueError(
+            f"no prefix can be expected to reach {legible(stop.threshold)} on further prompts: {len(stop.bench.split)} "
+            "prompts are too few, or what they show is too different; ask for less, or take more prompts"
+        )
     best = stop.cheapest(stop.prefixes_of(stop.filled(lengths, int(good[0]))))
     assert best is not None
     return best
@@ -248,7 +251,10 @@ class _Search:
         self.zero = float(self.empty.mean()) if threshold.of == "recovered" else 0.0
         self.whole = float(self.full.mean()) - self.zero  # what the threshold's value is a share of, in logits
         if not self.whole > 0:
-            raise error("nothing-to-refine", of=threshold.of, carried=self.whole)
+            raise ValueError(
+                f"what the units carry on these prompts, of which {threshold.of} is a share, is {self.whole:.3f} logits, "
+                "not above zero: there is nothing to refine"
+            )
 
     def price(self, kept: Bool[Tensor, " unit"]) -> int:
         return int(self.costs[kept].sum())

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 from swd_lens.base.figures import INK, new_figure, style
 from swd_lens.base.record import Record
 
@@ -31,7 +31,11 @@ def require_finite(what: str, values: Mapping[str, Float[Tensor, "*_row _unit"]]
         bad = ~of_site.isfinite()
         if bool(bad.any()):
             unit, value = int(bad.nonzero()[0, -1]), float(of_site[bad][0])
-            raise error("score-not-finite", what=what, unit=f"{site}/{unit}", value=value)
+            its_unit = f"{site}/{unit}"
+            raise ValueError(
+                f"{what} of {legible(its_unit)} is {value}: an activation or a gradient overflows. Run the host in float32, "
+                "or look at that unit's read and write"
+            )
 
 
 @dataclass(frozen=True, repr=False)

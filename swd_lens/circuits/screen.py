@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible, quoted
 from swd_lens.base.figures import heatmap, literal, new_figure
 from swd_lens.base.record import PlainRecord, SavedRecord
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -237,10 +237,14 @@ def screen(
     host = host_of(model)
     require_no_dropout(model)
     if positions not in POSITIONS:
-        raise error("screen-unknown-positions", positions=positions)
+        raise ValueError(
+            f'positions={quoted(positions)}: outputs are replaced at the "scoring" position, at "all", or at "each" '
+            "by its own mean"
+        )
     if min(n_prompts, batch_size, tokens_per_forward) < 1:
-        raise error(
-            "screen-of-nothing", n_prompts=n_prompts, batch_size=batch_size, tokens_per_forward=tokens_per_forward
+        raise ValueError(
+            f"n_prompts={n_prompts}, batch_size={batch_size}, tokens_per_forward={tokens_per_forward}: each must be at "
+            "least 1"
         )
     of_sites = sites_of(host, sites)
     if surfaces is None:
@@ -256,7 +260,11 @@ def screen(
         task.train.require_host(model)
         lengths = {len(tokens) for tokens in task.train.tokens[:n_prompts]}
         if positions == "each" and len(lengths) > 1:
-            raise error("screen-of-unaligned-prompts", task=task.name, least=min(lengths), most=max(lengths))
+            raise ValueError(
+                f'positions="each" takes the mean of every position, which prompts of {min(lengths)} to {max(lengths)} '
+                f"tokens do not share ({legible(task.name)}); swd_lens.tasks.aligned.aligned_prompts gives prompts of one "
+                "length"
+            )
     screened, shortcuts, hooks = {}, {}, standing_hooks(model)
     with torch.no_grad(), replaceable(host, list(every.values())) as outputs:
         for task in listed:

@@ -23,7 +23,7 @@ import pandas as pd
 import typer
 from typer import Option
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 from swd_lens.circuits import fidelity
 from swd_lens.cli import status
 from swd_lens.cli.options import (
@@ -259,9 +259,9 @@ def parsed_settings(texts: Sequence[str] | None, n_tokens: int | None = None) ->
     for text in texts or []:
         name, equals, value = text.partition("=")
         if not equals:
-            raise error("cli-setting-without-value", text=text)
+            raise ValueError(f"--set {legible(text)}: give NAME=VALUE, such as --set learning_rate=1e-3")
         if name.strip() in settings:
-            raise error("cli-setting-twice", text=text, name=name.strip())
+            raise ValueError(f"--set {legible(text)}: {legible(name.strip())} is given twice")
         settings[name.strip()] = _value(value.strip())
     return settings
 

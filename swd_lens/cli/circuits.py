@@ -10,7 +10,7 @@ import torch
 from typer import Argument, Option
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import TokenError, legible, quoted
 from swd_lens.base.parts import FOLDER
 from swd_lens.base.sealed import read_sealed, write_sealed
 from swd_lens.base.writer import require_writable_file, writing
@@ -173,10 +173,10 @@ def circuit(
     """
     for where in positions:
         if where not in ("scoring", "all"):
-            raise error("cli-unknown-positions", positions=where)
+            raise ValueError(f"--positions must be 'scoring' or 'all', got {quoted(where)}")
     for value in ablation:
         if value not in ("mean", "zero"):
-            raise error("cli-unknown-ablation", ablation=value)
+            raise ValueError(f"--ablation must be 'mean' or 'zero', got {quoted(value)}")
     if best:
         of_a_study = {
             "--factors": factors,
@@ -188,9 +188,14 @@ def circuit(
         of_a_study |= {"--positions": positions != ["scoring"], "--ablation": ablation != ["mean"]}
         of_a_study |= {"options of the solver": solver.arguments()}
         if given := [name for name, value in of_a_study.items() if value]:
-            raise error("cli-best-of-a-study", options=", ".join(given))
+            raise ValueError(
+                f"--best chooses how units are made and beside what they stand; leave out {legible(', '.join(given))}, or "
+                "leave out --best"
+            )
         if not text.tokens:
-            raise error("goal-without-tokens")
+            raise TokenError(
+                "a goal (kl= or ce=) needs tokens: factors are fitted on a part of the text and judged on another one"
+            )
         plan("load", "read", "the", complete=False)
         model = model_options.load(None if sites in (None, ["auto"]) else sites)
         say(f"read {', '.join(task)} and text")
@@ -202,12 +207,14 @@ def circuit(
         best_circuits(model, tasks, where, texts, how, out=out, overwrite=overwrite, printed=printed)
         return
     if not sites and not factors:
-        raise error("cli-nothing-to-study")
+        raise ValueError("name what to study: --sites, finished factors (--factors), or both")
     finished = _labelled("--factors", factors or [], finished_factors)
     baselines = _labelled("--beside", beside or [], _trained)
     asked = None if controls is None else [] if controls == "none" else [name.strip() for name in controls.split(",")]
     if unknown := [name for name in asked or () if name not in CONTROLS]:
-        raise error("cli-unknown-controls", controls=", ".join(CONTROLS), unknown=", ".join(map(repr, unknown)))
+        raise ValueError(
+            f"--controls takes {legible(', '.join(CONTROLS))} or none, got {legible(', '.join(map(repr, unknown)))}"
+        )
     auto = sites == ["auto"]
     goal = {"kl": kl, "ce": ce}
     made = tuple(sparsity or (() if finished or goal != {"kl": None, "ce": None} else (0.5, 0.75)))
@@ -231,7 +238,10 @@ def circuit(
         )
         surfaces: dict[str, Any] = screened.choose() if auto else {", ".join(sites): sites} if sites else {}
         if not surfaces and not finished:
-            raise error("cli-nothing-to-choose", tasks=", ".join(screened.tasks))
+            raise ValueError(
+                f"--sites auto: the model does none of these tasks ({legible(', '.join(screened.tasks))}), so no site "
+                "matters to them; name sites"
+            )
         of_factors = [surface_of(model, each) for each in finished.values()]
         named = [[site.name for site in find_sites(model, pattern)] for pattern in surfaces.values()]
         n_surfaces = len({tuple(names) for names in (*named, *of_factors)})
@@ -306,7 +316,9 @@ def _labelled(option: str, folders: Sequence[Path], read: Callable[[Path], tuple
     for folder in folders:
         label, content = read(folder)
         if label in by_label:
-            raise error("cli-label-twice", option=option, folder=folder, label=label)
+            raise ValueError(
+                f"{legible(option)} {legible(folder)}: another folder gives {legible(label)}, too; rename one of them"
+            )
         by_label[label] = content
     return by_label
 

@@ -13,7 +13,7 @@ from swd_lens.analysis.audit import UnitLabels, audit
 from swd_lens.analysis.graph.export import plain_name
 from swd_lens.analysis.graph.frozen import require_drawable
 from swd_lens.base import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import quoted
 from swd_lens.base.parts import Parts
 from swd_lens.base.sealed import tensor_digest
 from swd_lens.base.writer import writing
@@ -112,9 +112,11 @@ def graph(
 ) -> None:
     """A task's circuit as a graph of units that opens in a browser: from a model's name to a page, in minutes."""
     if sites and factors:
-        raise error("cli-sites-and-factors")
+        raise ValueError(
+            "--sites and --factors: name the matrices to factorize, or a folder of finished factors, not both"
+        )
     if unknown := [name for name in export or () if name not in EXPORTS]:
-        raise error("cli-unknown-export", export=unknown[0], exports=", ".join(EXPORTS))
+        raise ValueError(f"--export must be one of {', '.join(EXPORTS)}, got {quoted(unknown[0])}")
     named = None if labels is None else UnitLabels.load(labels)
     finished = None if factors is None else finished_factors(factors)[1]
     made = ["screen"] * (not sites and finished is None) + ["factorize"] * (finished is None)

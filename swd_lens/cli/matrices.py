@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import pandas as pd
 from typer import Option
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import quoted
 from swd_lens.base.writer import require_writable
 from swd_lens.circuits import fidelity
 from swd_lens.cli import output
@@ -168,7 +168,7 @@ def replace(
     steps = plan("load", complete=False)
     model = model_options.load(sites)
     if finetune != "none" and not (finetune_tokens or text.tokens):
-        raise error("cli-no-finetuning-tokens")
+        raise ValueError("--tokens 0 leaves nothing to fine-tune on; give --finetune-tokens, or --finetune none")
     rows, heldout = text.rows(model, model_options, max(text.tokens, finetune_tokens or 0))
     batch = (
         0 if finetune == "none" else resolve_finetuning(FINETUNING if finetune == DEFAULT else finetune, {}).batch_size
@@ -256,7 +256,7 @@ def _shapes(texts: list[str]) -> dict[str, tuple[int, int]]:
     for text in texts:
         parts = text.lower().split("x")
         if len(parts) != 2 or not all(part.isdecimal() for part in parts):
-            raise error("cli-no-shape", shape=text)
+            raise ValueError(f"--shape {quoted(text)}: give d_in by d_out, as in 17408x5120")
         equal = sum(name.partition(" #")[0] == text for name in shapes)
         shapes[f"{text} #{equal + 1}" if equal else text] = (int(parts[0]), int(parts[1]))
     return shapes

@@ -29,7 +29,7 @@ from rich.text import Text
 from transformers.utils import logging as transformers_logging
 from typer import Option
 
-from swd_lens.base.errors import UnsupportedHostError, error, visible, visible_lines
+from swd_lens.base.errors import UnsupportedHostError, legible, visible, visible_lines
 from swd_lens.base.files import plain
 from swd_lens.base.interrupted import TRACEBACK
 from swd_lens.base.machine import available_bytes, held_bytes, peak_bytes, peak_gpu_bytes
@@ -137,7 +137,7 @@ class LargeModelOptions(ModelOptions):
 
     def load(self, sites: Any = None, device: str | None = None, **options: Any) -> Any:
         if self.model == "default" and (self.dtype != "float32" or self.device_map is not None):
-            raise error("cli-embedded-model-placed")
+            raise ValueError("--dtype and --device-map are for models of your own; the embedded one is small")
         return super().load(sites, device, dtype=self.dtype, device_map=self.device_map, **options)
 
 
@@ -165,13 +165,16 @@ class TextOptions:
         wanted = self.tokens if tokens is None else tokens
         if self.text is None:
             if options.model != "default":
-                raise error("cli-text-needed", reason=self.purpose)
+                raise ValueError(f"--text FILE is needed: {legible(self.purpose)}")
             heldout = text_tokens(self.heldout_tokens, split="test")
             return (text_tokens(wanted, split="train") if wanted else None), heldout
         rows = self._packed(model, wanted)
         length = rows.shape[1]
         if len(rows) < 2:
-            raise error("cli-text-too-short", file=self.text, n_rows=len(rows), per_row=length)
+            raise ValueError(
+                f"{legible(self.text)} gives {len(rows)} row(s) of {length} tokens; calibration and held-out text need at "
+                "least one each"
+            )
         n_heldout = min(-(-self.heldout_tokens // length), len(rows) // 2 if wanted else len(rows))
         return first_rows(rows[: len(rows) - n_heldout], wanted), rows[-n_heldout:]
 

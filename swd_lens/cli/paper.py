@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import pandas as pd
 from typer import Argument, Option
 
-from swd_lens.base.errors import error
 from swd_lens.base.files import plain
 from swd_lens.base.progress import duration
 from swd_lens.cli.options import HostOption, OutputOptions, OverwriteOption, app, command, plan, say, show
@@ -60,14 +59,14 @@ def paper(
         _list_items(printed, profile)
     elif item == _REPORT:
         if folder is None:
-            raise error("cli-paper-report-of-nothing")
+            raise ValueError("report needs the folder of finished items: swd-lens paper report DIR")
         path = write_paper_report(folder)
         show(printed.as_json, {"report": str(path)}, f"The report is in {path} ({path.stat().st_size / 1e6:.1f} MB).")
     elif dry_run:
         _show_plan(printed, item, profile, model, host, _values(settings or []))
     else:
         if out is None:
-            raise error("cli-paper-without-folder")
+            raise ValueError("--out says where the items go; --dry-run shows what they would do")
         _run(printed, item, profile, model, host, text, out, overwrite, _values(settings or []))
 
 
@@ -77,7 +76,7 @@ def _values(settings: list[str]) -> dict[str, Any]:
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals:
-            raise error("cli-paper-setting-without-value", setting=setting)
+            raise ValueError(f"--set {setting}: give NAME=VALUE, the value as JSON or plain text")
         try:
             values[name] = json.loads(text)
         except ValueError:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from swd_lens.base import __version__
 from swd_lens.base.divergence import CHUNK_BYTES, kl_sum, log_probabilities
-from swd_lens.base.errors import error
+from swd_lens.base.errors import SparsityError, TokenError, quoted
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -114,11 +114,14 @@ def allocate(
         AttachError: a site is attached already.
     """
     if by not in BY:
-        raise error("unknown-loss-of-budgets", by=by, choices=", ".join(map(repr, BY)))
+        raise ValueError(f"by={quoted(by)}: choose one of {', '.join(map(repr, BY))}")
     if isinstance(sparsity, Mapping):
-        raise error("allocate-sparsity-mapping")
+        raise SparsityError("sparsity is a mapping already; allocate needs one number whose total is spent")
     if kl is not None and (by != "kl" or not 0 < kl < math.inf):
-        raise error("allocate-goal-of-no-kl", by=by, kl=kl)
+        raise ValueError(
+            f"kl={kl} with by={quoted(by)}: a goal is a summed KL above 0, in nats per prediction, which is measured with "
+            "by='kl'"
+        )
     multiples = _rising(grid)
     require_detached(model, "allocate")
     stream = None if tokens is None else as_stream(tokens, model)
@@ -170,7 +173,10 @@ def _rising(grid: Sequence[float | int]) -> tuple[float, ...]:
     multiples = tuple(float(value) for value in grid)
     rising = all(a < b for a, b in itertools.pairwise(multiples))
     if len(multiples) < 2 or not rising or multiples[0] <= 0 or not multiples[0] <= 1 <= multiples[-1]:
-        raise error("grid-without-the-uniform-budget", grid=list(grid), example=GRID)
+        raise ValueError(
+            f"grid={list(grid)}: give two or more rising multiples of the uniform budget, from at most 1 to at least 1, "
+            f"such as {GRID}"
+        )
     return multiples
 
 
@@ -181,9 +187,9 @@ def _judged(judge: Any, stream: TokenStream | None, model: Any) -> Int[Tensor, "
     elif stream is not None:
         judged = next(stream.batches(max(1, JUDGED // stream.row_length)))
     else:
-        raise error("kl-without-tokens")
+        raise ValueError('by="kl" needs tokens= (or judge=) to measure on; by="error" does without')
     if judged.shape[1] < 2:
-        raise error("kl-on-single-tokens")
+        raise TokenError("KL is measured on rows of at least two tokens: each position predicts the next")
     require_no_dropout(model)
     return judged
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 from swd_lens.base.record import Record
 from swd_lens.base.sealed import read_sealed, write_sealed
 from swd_lens.hosts.sites import split_name
@@ -54,11 +54,13 @@ class LossCurve(Record):
     def __post_init__(self) -> None:
         rising = all(a < b for a, b in itertools.pairwise(self.edges))
         if not self.edges or not rising or self.edges[0] < 0 or self.edges[-1] >= 2**63:
-            raise error("loss-curve-not-rising", edges=self.edges)
+            raise ValueError(f"the budgets of a loss curve must rise, from 0 or more, got {self.edges}")
         if len(self.losses) != len(self.edges):
-            raise error("loss-curve-lengths-differ", n_edges=len(self.edges), n_losses=len(self.losses))
+            raise ValueError(
+                f"a loss curve needs one loss per budget: {len(self.edges)} budgets, {len(self.losses)} losses"
+            )
         if not all(map(math.isfinite, self.losses)) or max(self.losses) <= 0:
-            raise error("loss-curve-not-finite", losses=self.losses)
+            raise ValueError(f"a loss curve needs finite losses, a positive one among them, got {self.losses}")
 
     @cached_property
     def _lattice(self) -> tuple[np.ndarray, np.ndarray]:
@@ -103,7 +105,10 @@ class SiteBudget(Record):
 
     def __post_init__(self) -> None:
         if self.numel < 1 or not 0 < self.s < 1:
-            raise error("site-budget-impossible", numel=self.numel, allocated=self.allocated)
+            raise ValueError(
+                f"a matrix of {self.numel} entries cannot have a budget of {self.allocated} edges: it must leave a "
+                "sparsity inside (0, 1)"
+            )
 
     @property
     def s(self) -> float:
@@ -211,7 +216,9 @@ class Allocation(Record, Mapping[str, float]):
         try:
             return cls.from_dict(values)
         except ValueError as cause:
-            raise error("not-an-allocation", path=path, reason=cause) from cause
+            raise ValueError(
+                f"{legible(path)}: these values are not an Allocation's ({legible(cause)}); Allocation.save writes them"
+            ) from cause
 
     def title(self) -> str:
         loss, predicted = self._loss, self.predicted
@@ -257,7 +264,10 @@ def spend(curves: Mapping[str, LossCurve], total: int) -> dict[str, int]:
     """
     least, most = (sum(curve.edges[end] for curve in curves.values()) for end in (0, -1))
     if not least <= total <= most:
-        raise error("edges-beyond-the-curves", total=total, least=least, most=most)
+        raise ValueError(
+            f"{total:,} edges cannot be spent: the loss curves reach from {least:,} to {most:,} edges together; give a "
+            "total between these, or curves that reach further (grid=)"
+        )
     steps = {name: curve.steps for name, curve in curves.items()}
     # Price: what the last edge that can still be paid saves.
     widths = np.concatenate([w for w, _ in steps.values()] or [np.zeros(0)])
@@ -287,7 +297,11 @@ def fewest_edges(curves: Mapping[str, LossCurve], loss: float) -> int:
 
     least, most = (sum(curve.edges[end] for curve in curves.values()) for end in (0, -1))
     if not summed(most) <= loss <= summed(least):
-        raise error("goal-beyond-the-curves", goal=loss, least=summed(most), most=summed(least))
+        raise ValueError(
+            f"kl={loss:g} lies beyond the budgets that were tried: their ends have a summed KL of {summed(most):.3g} "
+            f"(most edges) and {summed(least):.3g} (fewest); give another sparsity=, around which the grid lies, or a "
+            "longer grid="
+        )
     while most - least > 1:
         middle = (least + most) // 2
         least, most = (least, middle) if summed(middle) <= loss else (middle, most)

@@ -28,10 +28,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import FactorFileError, GradientError, UnsupportedHostError, error
+from swd_lens.base.errors import FactorFileError, GradientError, ResumeError, TokenError, UnsupportedHostError
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
-from swd_lens.base.sealed import readable
+from swd_lens.base.sealed import damaged, readable
 from swd_lens.base.shares import fewest_with
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.calibration_text import CalibrationText
@@ -181,11 +181,11 @@ def choose_basis(
         ValueError: a share outside (0, 1), fewer tokens than 1, or a gradient that is not finite (site named).
     """
     if not 0 < share < 1:
-        raise error("basis-share-outside", share=share)
+        raise ValueError(f"share={share}: a share of the effect lies between 0 and 1, say .5")
     if not isinstance(n_tokens, int) or isinstance(n_tokens, bool) or n_tokens < 1:
-        raise error("basis-of-no-tokens", n_tokens=n_tokens)
+        raise ValueError(f"n_tokens={n_tokens}: give a whole number of at least 1")
     if tokens is None:
-        raise error("basis-without-tokens")
+        raise TokenError("choose_basis needs tokens: it looks at what the host does with a text; give tokens=")
     return chosen(model, find_sites(model, sites), as_stream(tokens, model), float(share), n_tokens, progress)
 
 
@@ -253,7 +253,9 @@ def _log_costs(
     # The last token of a row predicts nothing.
     x, g = (values[:, :-1].float().flatten(0, -2) for values in (read, gradient))
     if not bool(g.isfinite().all()):
-        raise error("gradients-not-finite", site=site.name)
+        raise GradientError(
+            f"the loss's gradients at {site.name} are not finite on these tokens; the host itself is broken there"
+        )
     if counted is not None:
         that_count = counted[:, :-1].flatten().to(x.device)
         x, g = x[that_count], g[that_count]
@@ -311,13 +313,8 @@ def _told_before(folder: Path, job: Job) -> dict[str, Any] | None:
         with readable(folder / INDEX, WHAT, FactorFileError):
             bases = dict(told["chosen"])
             if unknown := [basis for basis in bases.values() if basis not in ("input", "output", PAPER)]:
-                raise error(
-                    "file-unreadable",
-                    raised_as=FactorFileError,
-                    path=folder / INDEX,
-                    what=WHAT,
-                    reason=f"basis {unknown[0]!r}",
-                )
+                reason = f"basis {unknown[0]!r}"
+                raise FactorFileError(damaged(folder / INDEX, WHAT, reason))
     except FactorFileError as cause:
-        raise error("resume-damaged", reason=cause) from cause
+        raise ResumeError(f"{cause}; or start again with overwrite=True") from cause
     return told if bases.keys() == {site.name for site in job.sites} else None

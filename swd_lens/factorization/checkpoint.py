@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from swd_lens.base.errors import FactorFileError, error
+from swd_lens.base.errors import FactorFileError, ResumeError, ShardError, quoted
 from swd_lens.base.writer import writing
 from swd_lens.hosts.sites import Site, execution_key
 from swd_lens.units.factors import Factors, fingerprint, write_factors
@@ -106,19 +106,31 @@ class Checkpoint:
         try:
             _, stored = open_folder(self.folder)
             if others := [site for site in stored if site not in self.recipes]:
-                raise error("resume-other-sites", folder=self.folder, others=", ".join(others))
+                raise ResumeError(
+                    f"{self.folder} holds {', '.join(others)}, which this call does not factorize. Call factorize as then "
+                    "to go on, give another folder, or overwrite=True to start again"
+                )
             finished = {site: Factors(**stored[site].parts()) for site in self.recipes if site in stored}
         except FactorFileError as cause:
-            raise error("resume-damaged", reason=cause) from cause
+            raise ResumeError(f"{cause}; or start again with overwrite=True") from cause
         for site, f in finished.items():
             recipe = f.provenance.get("recipe")
             if not isinstance(recipe, dict):
-                raise error("resume-unknown-recipe", folder=self.folder, site=site)
+                raise ResumeError(
+                    f"{self.folder} holds {site} without saying how it was made (not by factorize(..., out=...)). Call "
+                    "factorize as then to go on, give another folder, or overwrite=True to start again"
+                )
             missing = next((earlier for earlier in self.recipes if earlier not in finished or earlier == site), site)
             if self.chained and missing != site:
-                raise error("resume-earlier-site", folder=self.folder, site=site, missing=missing)
+                raise ResumeError(
+                    f"{self.folder} holds {site} without {missing}; sequential calibration would now put {missing} before "
+                    "it. Call factorize as then to go on, give another folder, or overwrite=True to start again"
+                )
             if changed := differences(recipe, {**self.recipes[site], "upstream_sha256": self._upstream}):
-                raise error("resume-made-otherwise", folder=self.folder, site=site, changed="; ".join(changed))
+                raise ResumeError(
+                    f"{self.folder} holds {site} made otherwise: {'; '.join(changed)}. Call factorize as then to go on, "
+                    "give another folder, or overwrite=True to start again"
+                )
             self._entries[site] = stored[site].entry
             self._go_on_behind(site, f)
         return finished
@@ -140,7 +152,7 @@ class Checkpoint:
                     for site, stored in open_folder(shard)[1].items():
                         finished.setdefault(site, []).append((shard, stored))
         except FactorFileError as cause:
-            raise error("shard-damaged", reason=cause) from cause
+            raise ResumeError(f"{cause}; or remove that shard's folder to have its matrices made again") from cause
         return {site: self._reader(site, finished[site]) for site in missing if site in finished}
 
     def _reader(self, site: str, finished: Sequence[tuple[Path, StoredSite]]) -> Callable[[], Factors]:
@@ -151,7 +163,10 @@ class Checkpoint:
             shard, changed = folder.name, differences(recipe, {**self.recipes[site], "upstream_sha256": None})
             if not changed:
                 return lambda: Factors(**stored.parts())
-        raise error("shard-made-otherwise", folder=self.folder, site=site, shard=shard, changed="; ".join(changed))
+        raise ResumeError(
+            f"{self.folder} holds {site} of shard {shard}, made otherwise: {'; '.join(changed)}. Call factorize as then "
+            "to go on, give another folder, or overwrite=True to start again"
+        )
 
     def add(self, site: str, f: Factors) -> Factors:
         """Put a finished matrix into the folder; gives it back with its recipe.
@@ -196,9 +211,11 @@ class Shard:
         try:
             number, count = (int(part) for part in parts)
         except (TypeError, ValueError):
-            raise error("no-shard", shard=given) from None
+            raise ShardError(
+                f"shard={quoted(given)}: give number and count, as in '2/8', the second of eight"
+            ) from None
         if not 1 <= number <= count:
-            raise error("shard-outside", shard=given, count=max(count, 1))
+            raise ShardError(f"shard={quoted(given)}: the number must lie between 1 and {max(count, 1)}")
         return cls(number, count)
 
     def of(self, sites: Sequence[Site], flops: Mapping[str, float]) -> list[Site]:
@@ -214,7 +231,7 @@ class Shard:
             if least == self.number - 1:
                 mine.append(site)
         if not mine:
-            raise error("shard-without-matrices", shard=self, n_matrices=len(sites))
+            raise ShardError(f"shard {self} has nothing to do: there are {len(sites)} matrices; use fewer shards")
         return sorted(mine, key=lambda site: execution_key(site.name))
 
     def folder(self, out: Path) -> Path:

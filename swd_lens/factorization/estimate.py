@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import DoesNotFitError, TokenError
 from swd_lens.base.machine import available_bytes, product_speed
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -79,18 +79,11 @@ class Estimate(Record):
         if self.fits:
             return
         worst = max(self.rows, key=lambda row: row.held_bytes + row.peak_bytes)
-        raise error(
-            "does-not-fit",
-            matrices=_matrices(len(self.rows)),
-            needed=_bytes(self.peak_bytes),
-            available=_bytes(self.available_bytes),
-            site=worst.site,
-            d_in=worst.d_in,
-            d_out=worst.d_out,
-            units=worst.units,
-            peak=_bytes(worst.peak_bytes),
-            held=_bytes(worst.held_bytes),
-            advice=self._advice(worst),
+        raise DoesNotFitError(
+            f"factorizing {_matrices(len(self.rows))} needs {_bytes(self.peak_bytes)} of memory, "
+            f"{_bytes(self.available_bytes)} available. Largest: {worst.site} ({worst.d_in}, {worst.d_out}) with "
+            f"{worst.units} units, {_bytes(worst.peak_bytes)}, while {_bytes(worst.held_bytes)} are held for other sites "
+            f"(their Grams and factors). {self._advice(worst)}"
         )
 
     def _advice(self, worst: SiteEstimate) -> str:
@@ -200,7 +193,7 @@ def _token_shape(tokens: Any, host: Any) -> tuple[int, int] | None:
         return None
     if isinstance(tokens, int) and not isinstance(tokens, bool):
         if tokens < 0:
-            raise error("tokens-of-another-type", tokens=tokens)
+            raise TokenError(f"tokens={tokens}: give how many there are, the (rows, pos) ids, or None for zero-data")
         pos = int(min(tokens, host.cfg.n_ctx))
         return (-(-tokens // pos), pos) if tokens else None
     stream = as_stream(tokens, host)

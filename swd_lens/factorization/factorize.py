@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import AttachError, callers_level, error, warning
+from swd_lens.base.errors import AttachError, ResumeError, ShardError, callers_level, legible
 from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
@@ -149,13 +149,21 @@ def factorize(
         asked = {"sparsity": sparsity, "shard": shard, "preset": preset, "units": units, "options": options}
         return _to_a_goal(model, sites, Goal(kl, ce), tokens, text, asked, how, out, overwrite, progress)
     if heldout_tokens is not None:
-        raise error("heldout-text-without-a-goal")
+        raise TypeError(
+            "heldout_tokens= is for a goal; give kl= or ce=, or measure with swd.fidelity(model, factors, heldout_tokens)"
+        )
     sparsity = 0.5 if sparsity is None else sparsity
     # 1. What is asked for, and its share of a larger job.
     if calibration == "zero-data" and tokens is None:
         calibration = "sequential"
     elif tokens is None:
-        warnings.warn(warning("no-calibration-tokens"), stacklevel=callers_level())
+        warnings.warn(
+            UserWarning(
+                "no calibration tokens were given, so these factors are zero-data (G = I), which fits every input direction "
+                'alike. Give tokens=, or say calibration="zero-data" if that is meant'
+            ),
+            stacklevel=callers_level(),
+        )
     require_detached(model, "factorize")
     job = Job.of(
         model,
@@ -179,7 +187,7 @@ def factorize(
         part = Shard.parse(shard)
         job = job.only(part, {row.site: row.flops for row in rows})
         if out is None:
-            raise error("shard-without-folder", shard=part)
+            raise ShardError(f"shard {part} needs out=: the folder in which the shards are put together")
         out = part.folder(Path(out))
 
     # 2. to 4., with the folder held before the host runs.
@@ -215,7 +223,10 @@ def _to_a_goal(
     shares, shard = asked["sparsity"], asked["shard"]
     for name, value in (("sparsity", None if isinstance(shares, Mapping) else shares), ("shard", shard)):
         if value is not None:
-            raise error("goal-beside", name=name, value=value)
+            raise ValueError(
+                f"{legible(name)}={value} beside a goal (kl= or ce=), which searches for it; leave one of them out (a "
+                "mapping of sparsities may stand beside a goal: its budgets are scaled)"
+            )
     require_detached(model, "factorize")
     fitted, heldout = divided(model, tokens, **text)
     require_loss(model, heldout)
@@ -309,7 +320,8 @@ def _taken_over(job: Job, checkpoint: Checkpoint | None, site: Site, f: Factors)
         check_weights(host_of(job.model), site, f)
     except AttachError as cause:
         folder = None if checkpoint is None else checkpoint.folder
-        raise error("resume-damaged", reason=f"{folder}: {cause}") from cause
+        reason = f"{folder}: {cause}"
+        raise ResumeError(f"{reason}; or start again with overwrite=True") from cause
     return job.remembering(site, f)
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swd_lens.base.errors import BudgetError, error
+from swd_lens.base.errors import BudgetError, GoalError, ResumeError, TokenError, legible
 from swd_lens.base.progress import tqdm
 from swd_lens.base.sealed import read_sealed, write_sealed
 from swd_lens.base.writer import writing
@@ -73,9 +73,11 @@ class Goal:
     def __post_init__(self) -> None:
         for name, value in (("kl", self.kl), ("ce", self.ce)):
             if value is not None and not (math.isfinite(value) and value > 0):
-                raise error("goal-not-positive", name=name, value=value)
+                raise ValueError(
+                    f"{legible(name)}={value}: a goal is a number of nats per prediction above 0, say kl=1e-3"
+                )
         if self.kl is None and self.ce is None:
-            raise error("goal-not-positive", name="kl", value=None)
+            raise ValueError(f"kl={None}: a goal is a number of nats per prediction above 0, say kl=1e-3")
 
     def excess(self, measured: Mapping[str, Any]) -> float:
         """The larger of KL and CE delta over what they may be: at most 1 keeps the goal."""
@@ -98,14 +100,18 @@ def divided(
         TokenError: no tokens, or bad ones; or a single row, and no held-out text.
     """
     if tokens is None:
-        raise error("goal-without-tokens")
+        raise TokenError(
+            "a goal (kl= or ce=) needs tokens: factors are fitted on a part of the text and judged on another one"
+        )
     stream = text_for(model, tokens, exclude=exclude, attention_mask=attention_mask)
     if heldout is not None:
         fitted = stream if isinstance(stream, CalibrationText) else CalibrationText(stream, model)
         return fitted, text_for(model, heldout, exclude=exclude)
     n = math.ceil(HELD_OUT * stream.n_rows)
     if n == stream.n_rows:
-        raise error("goal-without-heldout-text")
+        raise TokenError(
+            "tokens has a single row, of which nothing is left to judge a goal on; give more rows, or heldout_tokens="
+        )
     fitted, judged = split_rows(stream, stream.n_rows - n)
     return CalibrationText(fitted, model), judged
 
@@ -216,7 +222,11 @@ class GoalSearch:
             raise self.refused
         if best is None:
             least = min(self.trials, key=lambda trial: trial["excess"])
-            raise error("goal-not-reached", goal=self.goal, least=least["KL"], ce=least["CE delta"], s=least["s"])
+            raise GoalError(
+                f"nothing that was tried keeps the goal ({self.goal}): nearest came KL {least['KL']:.3g}, CE delta "
+                f"{least['CE delta']:+.3g} at s={least['s']:g}; give a larger goal, fewer sites, or exact units "
+                "(swd_lens.train.baselines.neurons, svd), which leave the model as it is"
+            )
         return best, factors
 
     def _end_of(self, path: str, start: float, bar: Any) -> tuple[dict[str, Any] | None, FactorSet | None]:
@@ -286,11 +296,17 @@ class GoalSearch:
             path.unlink(missing_ok=True)
             shutil.rmtree(path.parent / _TRIALS, ignore_errors=True)
         elif not path.is_file() and (path.parent / INDEX).is_file():
-            raise error("goal-asked-otherwise", folder=path.parent, changed="its factors were made without a goal")
+            raise ResumeError(
+                f"{path.parent} holds something else: its factors were made without a goal; give another folder, or "
+                "overwrite=True to start again"
+            )
         elif path.is_file():
             held = read_sealed(path, "the trials of a goal")
             if changed := differences(held["asked"], self.asked, _WORDS):
-                raise error("goal-asked-otherwise", folder=path.parent, changed="; ".join(changed))
+                raise ResumeError(
+                    f"{path.parent} holds something else: {'; '.join(changed)}; give another folder, or overwrite=True to "
+                    "start again"
+                )
             self.trials = held["trials"]
 
     def _write(self) -> None:

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.base.divergence import cross_entropy, log_probabilities
-from swd_lens.base.errors import error
+from swd_lens.base.errors import TokenError, UnsupportedHostError
 from swd_lens.hosts import host_of, require_gradients, require_no_dropout
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.frozen import frozen
@@ -59,9 +59,15 @@ def require_loss(model: Any, stream: TokenStream) -> None:
         ValueError: the host is in training mode and has dropout.
     """
     if not facts_of(model).causal:
-        raise error("loss-without-next-tokens", model=model.cfg.model_name)
+        raise UnsupportedHostError(
+            f"{model.cfg.model_name} does not predict next tokens, so there is no loss to take gradients of; leave out "
+            "weigh_outputs, or name a basis"
+        )
     if stream.row_length < 2:
-        raise error("loss-of-single-tokens")
+        raise TokenError(
+            "tokens has rows of a single token, which predict nothing; gradients of the loss need rows of at least 2 "
+            "tokens"
+        )
     require_no_dropout(model)
     require_gradients(model)
 

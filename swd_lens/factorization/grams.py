@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -116,7 +116,9 @@ def collect_grams(
         stream = as_stream(tokens, model, exclude=exclude)
         residuals = Residuals(model, stream, batch_size)  # of block 0: nothing is kept
     if before := [site.name for site in sites if site.layer < residuals.layer]:
-        raise error("site-before-the-residuals", sites=", ".join(before), layer=residuals.layer)
+        raise ValueError(
+            f"{', '.join(before)} lie before block {residuals.layer}, where the residuals take up; make new Residuals"
+        )
     double, n_tokens = dtype == "float64", residuals.stream.n_counted
     sums = _pass(sites, residuals, _Sums(double, share=True), progress)
     if sums.parted:
@@ -217,7 +219,10 @@ class _Sums:
         n_rows, n_positions = self.shape
         if len(flat) != n_rows * n_positions:
             if self.counted is not None:
-                raise error("input-shown-twice", site=site.name, n_vectors=len(flat), n_tokens=n_rows * n_positions)
+                raise UnsupportedHostError(
+                    f"{site.name} read {len(flat)} vectors on {n_rows * n_positions} tokens; swd_lens needs one per token "
+                    "(a layer that runs several times, or on some tokens only, has no single Gram)"
+                )
             return flat, flat[:0]
         at_first = flat.view(n_rows, n_positions, -1)[:, 0]
         if self.counted is None:
@@ -280,7 +285,7 @@ def _vectors(h: Tensor, in_double: bool) -> Float[Tensor, "vector d_in"]:
 
 def _require_finite(site: str, total: Float[Tensor, "d_in d_in"]) -> None:
     if not all(rows.isfinite().all() for rows in total.split(_TILE)):
-        raise error("activations-not-finite", site=site)
+        raise ValueError(f"activations entering {site} are not finite on these tokens; the host itself is broken there")
 
 
 def _add_product(total: Float[Tensor, "d_in d_in"], flat: Float[Tensor, "vector d_in"]) -> None:

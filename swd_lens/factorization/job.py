@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.errors import ShardError, UnknownSiteError, callers_level, legible, quoted
 from swd_lens.base.settings import AUTO
 from swd_lens.factorization.checkpoint import Recipe, Shard, host_fingerprint
 from swd_lens.factorization.gradients import require_loss
@@ -100,15 +100,22 @@ class Job:
         matrices = matrices_of(model, sites) if shapes_only else tuple(find_sites(model, sites))
         for site in matrices:
             if site.kind == "mlp":
-                raise error("whole-mlp-factorized", site=site.name, kinds=", ".join(PACKED["mlp"]))
+                raise UnknownSiteError(
+                    f"{site.name} is a whole MLP, not one matrix; name {', '.join(PACKED['mlp'])} instead (only "
+                    "transcoders stand there)"
+                )
         if calibration not in CALIBRATIONS:
-            raise error("unknown-calibration", choices=", ".join(map(repr, CALIBRATIONS)), calibration=calibration)
+            raise ValueError(
+                f"calibration must be one of {', '.join(map(repr, CALIBRATIONS))}, got {quoted(calibration)}"
+            )
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-            raise error("no-rows-per-forward", batch_size=batch_size)
+            raise ValueError(f"batch_size={quoted(batch_size)}: give how many rows run in one forward, 1 or more")
         if gram_dtype not in ("auto", "float32", "float64"):
-            raise error("unknown-gram-dtype", gram_dtype=gram_dtype)
+            raise ValueError(f"gram_dtype={quoted(gram_dtype)}: give 'auto', 'float32' or 'float64'")
         if weigh_outputs and tokens is None:
-            raise error("outputs-weighed-without-tokens")
+            raise ValueError(
+                "weigh_outputs=True needs calibration tokens: gradients are those of the loss on text; give tokens="
+            )
         if weigh_outputs and isinstance(tokens, TokenStream) and not shapes_only:
             require_loss(model, tokens)
         if device is not None:
@@ -213,7 +220,10 @@ class Job:
             else f"preset {self.preset!r} applies no shrinkage here, so the factors will fit these tokens only"
         )
         warnings.warn(
-            warning("few-tokens", n_tokens=self.n_tokens, site=widest.name, d_in=widest.d_in, remedy=remedy),
+            UserWarning(
+                f"{self.n_tokens} calibration tokens for {widest.name}, which reads {widest.d_in} inputs: its Gram is "
+                f"singular; {remedy}. Give more tokens, or none (zero-data)."
+            ),
             stacklevel=callers_level(),
         )
 
@@ -224,7 +234,10 @@ class Job:
             ShardError: the matrices wait for each other, or there are fewer than shards.
         """
         if self.chained:
-            raise error("shard-of-a-chain", shard=shard, calibration=self.kind)
+            raise ShardError(
+                f"shard {shard} with {self.kind} calibration: each matrix waits for those before it. Shard zero-data or "
+                'calibration="dense", or use workers='
+            )
         return replace(self, sites=tuple(shard.of(self.sites, flops)), shard=shard)
 
     def provenance(self) -> dict[str, Any]:
@@ -323,4 +336,6 @@ def _check_device(device: str | torch.device) -> None:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as cause:
         why = (str(cause).splitlines() or [type(cause).__name__])[0]
-        raise error("unusable-device", device=str(device), reason=why) from cause
+        raise ValueError(
+            f"device={quoted(str(device))} cannot be used here: {legible(why)}. None solves where the host is"
+        ) from cause

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import SparsityError, SpecError, UnknownSiteError, legible, quoted
 from swd_lens.base.settings import AUTO
 from swd_lens.hosts.sites import NEURON_SIDE, Pattern, Site, base_kind, is_site_name, select_sites, split_name
 from swd_lens.solver import PRESETS, AnnealSpec
@@ -40,17 +40,19 @@ def matrices_of(shapes: Any, sites: Pattern) -> tuple[Site, ...]:
         ValueError: no shapes, one that is not a pair of whole numbers of at least 1, or a pattern beside them.
     """
     if sites != "all":
-        raise error("sites-beside-shapes", sites=sites)
+        raise ValueError(f"sites={quoted(sites)}: every shape given is estimated; leave out those that you do not want")
     named = dict(shapes) if isinstance(shapes, Mapping) else {"matrix": shapes}
     if not named:
-        raise error("no-shapes")
+        raise ValueError("there are no shapes to estimate; give name -> (d_in, d_out)")
     return tuple(_matrix(str(name), shape, number) for number, (name, shape) in enumerate(named.items()))
 
 
 def _matrix(name: str, shape: Any, number: int) -> Site:
     pair = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
     if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in pair):
-        raise error("no-shape", name=name, shape=shape)
+        raise ValueError(
+            f"{legible(name)}: {quoted(shape)} is no shape; give (d_in, d_out), two whole numbers of at least 1"
+        )
     return Site(*split_name(name), *pair) if is_site_name(name) else Shape(-1 - number, "mlp_out", *pair, label=name)
 
 
@@ -63,16 +65,18 @@ def sparsity_of_each(sites: Sequence[Site], sparsity: float | int | Mapping[str,
     """
     for s in sparsity.values() if isinstance(sparsity, Mapping) else [sparsity]:
         if not is_number(s):
-            raise error("sparsity-outside", sparsity=s)
+            raise SparsityError(f"sparsity={quoted(s)}: give a number inside (0, 1); s = 1 - K / numel(W)")
     if not isinstance(sparsity, Mapping):
         return {site.name: float(sparsity) for site in sites}
     given: dict[str, float] = {}
     for pattern, s in sparsity.items():
         for site in _matching(sites, pattern):
             if given.setdefault(site.name, float(s)) != float(s):
-                raise error("site-with-two-sparsities", site=site.name, first=given[site.name], second=float(s))
+                raise SparsityError(f"{site.name} is given two sparsities, {given[site.name]:g} and {float(s):g}")
     if missing := [site.name for site in sites if site.name not in given]:
-        raise error("site-without-sparsity", missing=", ".join(missing))
+        raise SparsityError(
+            f"no sparsity is given for {', '.join(missing)}; name every site, or give one number for all"
+        )
     return given
 
 
@@ -101,7 +105,7 @@ def basis_of_each(sites: Sequence[Site], basis: Any) -> dict[str, str]:
     for pattern, each in basis.items() if isinstance(basis, Mapping) else [("all", basis)]:
         for site in _matching(sites, pattern):
             if given.setdefault(site.name, each) != each:
-                raise error("site-with-two-bases", site=site.name, first=given[site.name], second=each)
+                raise SpecError(f"{site.name} is given two bases, {quoted(given[site.name])} and {quoted(each)}")
     by_kind = {NEURONS: NEURON_SIDE} | ({} if isinstance(basis, Mapping) else {AUTO: LIKELY})
     kinds = {site.name: "" if isinstance(site, Shape) else base_kind(site.kind) for site in sites}
     sides = {
@@ -123,5 +127,7 @@ def _matching(sites: Sequence[Site], pattern: str) -> Sequence[Site]:
         return select_sites(sites, pattern)
     matching = [site for site in sites if pattern == "all" or fnmatchcase(site.name, pattern)]
     if not matching:
-        raise error("sparsity-for-no-matrix", pattern=pattern, sites=", ".join(site.name for site in sites))
+        raise UnknownSiteError(
+            f"no matrix matches {quoted(pattern)}; there are {', '.join(site.name for site in sites)}"
+        )
     return matching

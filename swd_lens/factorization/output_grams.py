@@ -14,7 +14,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import GradientError
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.gradients import gradient_passes, require_loss, rows_per_pass
@@ -59,6 +59,8 @@ def collect_output_grams(
                 sums[name] = sums[name].addmm_(flat.T, flat) if name in sums else flat.T @ flat
     for name, gradient_sum in sums.items():
         if not bool(gradient_sum.isfinite().all()):
-            raise error("gradients-not-finite", site=name)
+            raise GradientError(
+                f"the loss's gradients at {name} are not finite on these tokens; the host itself is broken there"
+            )
     n_tokens = stream.n_counted
     return {name: gradient_sum.div_(n_tokens) for name, gradient_sum in sums.items()}

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.errors import callers_level, legible
 from swd_lens.base.files import remove_remains, workplace_beside
 from swd_lens.hosts import Host, Start, host_of
 from swd_lens.hosts.fused import fused_attention
@@ -125,7 +125,10 @@ class Residuals:
         """
         last = len(self.host.model.blocks) - 1
         if not self.layer <= layer <= last:
-            raise error("residuals-go-forward", kept=self.layer, last=last, layer=layer)
+            raise ValueError(
+                f"what enters block {self.layer} is kept, and residuals go forward only, to block {last} at most; got "
+                f"layer={layer}. Make new Residuals to start again"
+            )
         if layer == self.layer or not self.kept:
             return
         with torch.no_grad(), ExitStack() as stack:
@@ -211,7 +214,11 @@ class Residuals:
         """Why nothing is kept, after a warning; bytes."""
         n_tokens, folder = self.stream.n_tokens, self._made_in()
         warnings.warn(
-            warning("disk-too-small", n_tokens=n_tokens, needed=needed / 1e9, free=free / 1e9, folder=folder),
+            UserWarning(
+                f"residuals of {n_tokens} tokens need {needed / 1000000000.0:.1f} GB of disk, and {free / 1000000000.0:.1f} "
+                f"GB are free in {legible(folder)}; calibration runs every block anew for each stage, which takes longer. Free "
+                "some, set TMPDIR to a larger disk, or give fewer tokens"
+            ),
             stacklevel=callers_level(),
         )
         return f"residuals of {n_tokens} tokens need {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are free"
@@ -253,7 +260,9 @@ class _Kept:
         try:
             file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed below; no error of who reads is caught here
         except FileNotFoundError as cause:
-            raise error("residuals-changed", path=self.path) from cause
+            raise OSError(
+                f"{legible(self.path)} was changed, cut or removed while it was in use; start this call again"
+            ) from cause
         with file:
             for shape, expected in self.batches:
                 batch = torch.empty(shape, dtype=self.dtype, device="cpu")
@@ -263,5 +272,7 @@ class _Kept:
                     filled += n
                 # A batch cut short is one too: memory that an earlier batch has left may hold the very bytes that are missing.
                 if filled < len(data) or hashlib.sha256(data).digest() != expected:
-                    raise error("residuals-changed", path=self.path)
+                    raise OSError(
+                        f"{legible(self.path)} was changed, cut or removed while it was in use; start this call again"
+                    )
                 yield batch.to(self.device)

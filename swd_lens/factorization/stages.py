@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from swd_lens.base.errors import callers_level, warning
+from swd_lens.base.errors import callers_level
 from swd_lens.base.interrupts import joint
 from swd_lens.base.undo import Undo
 from swd_lens.factorization.calibration_text import CalibrationText
@@ -73,13 +73,10 @@ def warn_of_few_routed(sites: Sequence[Site], n_routed: Mapping[str, int], n_tok
     few = {site.name: n_routed[site.name] for site in sites if n_routed.get(site.name, site.d_in) < site.d_in}
     if few:
         least = min(few, key=lambda name: few[name])
-        said = warning(
-            "few-routed-tokens",
-            n_sites=len(few),
-            site=least,
-            n_routed=few[least],
-            n_tokens=n_tokens,
-            n_without=sum(n == 0 for n in few.values()),
+        said = UserWarning(
+            f"{len(few)} matrices of experts read fewer of the {n_tokens} calibration tokens than they have inputs "
+            f"({least}: {few[least]}); their Grams are shrunk where the preset does so, and the "
+            f"{sum(n == 0 for n in few.values())} without any are made zero-data"
         )
         warnings.warn(said, stacklevel=callers_level())
 

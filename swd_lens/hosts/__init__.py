@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.base.surroundings import claim, in_plain_surroundings
 from swd_lens.hosts.adapters import adapter_in
 from swd_lens.hosts.families import DROPOUT_RATES, is_bridge, is_hooked
@@ -292,8 +292,15 @@ def _wrapped(model: Any) -> Host:
         claim(model)
         return BridgeHost(model)
     if isinstance(model, nn.Module) and (adapter := adapter_in(model)) is not None:
-        raise error("unmerged-adapter", module=adapter)
-    raise error("not-a-host", kind=type(model).__name__)
+        raise UnsupportedHostError(
+            f"this model has an adapter in it ({adapter}): its matrices are sums of two. Merge it first: "
+            "model.merge_and_unload(), then save_pretrained(folder) and swd_lens.load_host(folder)"
+        )
+    raise UnsupportedHostError(
+        f"swd_lens works on a transformer_lens HookedTransformer or TransformerBridge; got {type(model).__name__}. Load "
+        "one with swd_lens.load_host(name), TransformerBridge.boot_transformers(name) or "
+        "HookedTransformer.from_pretrained(name)."
+    )
 
 
 @in_plain_surroundings
@@ -325,14 +332,16 @@ def is_centered(weight: Float[Tensor, "d_in d_out"]) -> bool:
 def require_matrix(site: Site) -> None:
     """Raises UnsupportedHostError for a whole MLP."""
     if site.kind == "mlp":
-        raise error("whole-mlp-weight", site=site.name, kinds=", ".join(PACKED["mlp"]))
+        raise UnsupportedHostError(
+            f"{site.name} is a whole MLP, not one matrix; its matrices are {', '.join(PACKED['mlp'])}"
+        )
 
 
 def require_unattached(site: Site, attached: Container[str | None]) -> None:
     """Raises RuntimeError where the site, or one that overlaps it, is among the names of those that are attached."""
     for name in (site.name, *overlapping(site.name)):
         if name in attached:
-            raise error("put-back-over-other-units", site=site.name, attached=name)
+            raise RuntimeError(f"{site.name} cannot be attached: {name} is attached already; detach it first")
 
 
 def drops_out(model: Any) -> bool:
@@ -350,24 +359,34 @@ def require_no_dropout(model: Any) -> None:
     """Raises ValueError where what is about to be measured would be random, HostInUseError for another thread's host."""
     claim(model)  # before its modules are gone through: another thread may be attaching units to them
     if drops_out(model):
-        raise error("measured-under-dropout")
+        raise ValueError(
+            "this host is in train mode and drops activations out: what is measured would be random. Call model.eval()"
+        )
 
 
 def require_gradients(model: Any) -> None:
     """Raises UnsupportedHostError where no gradient passes the host's weights: tensors of torch.inference_mode()."""
     claim(model)
     if any(p.is_inference() for p in model.blocks.parameters()):
-        raise error("host-of-inference-mode")
+        raise UnsupportedHostError(
+            "this host was made under torch.inference_mode(), and no gradient passes its weights; load it outside of it, "
+            "or with swd_lens.load_host, which may be called there"
+        )
 
 
 def require_before(start: Start | None, layer: int) -> None:
     """Raises ValueError where a run to `layer` would start behind it."""
     if start is not None and start.layer > layer:
-        raise error("run-ends-before-its-start", layer=layer, start=start.layer)
+        raise ValueError(
+            f"this run ends before block {layer}, but its start is block {start.layer}; take an earlier start"
+        )
 
 
 def require_kept(prefix: Any, layer: int) -> None:
     """Raises ValueError where a run would start before the first layer that a prefix keeps (`repeat_prefix(..., from_layer)`)."""
     first = getattr(prefix, "from_layer", 0)
     if layer < first:
-        raise error("prefix-of-later-layers", first=first, layer=layer)
+        raise ValueError(
+            f"this prefix keeps layers from {first} on only (repeat_prefix with from_layer={first}), but the run starts "
+            f"at layer {layer}; take the whole prefix, or a start at layer {first} or later"
+        )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 from swd_lens.base.machine import is_out_of_memory
 from swd_lens.hosts.made import made_folder
 
@@ -30,7 +30,7 @@ def merged(folder: Path, dtype: torch.dtype) -> tuple[Path, str]:
         OSError: the cache folder cannot be written.
     """
     if find_spec("peft") is None:
-        raise error("adapter-without-peft", folder=folder)
+        raise ImportError(f"{legible(folder)} holds an adapter beside the weights, which peft merges: pip install peft")
     files = sorted(path for path in folder.iterdir() if path.is_file())
     # The weights themselves by name, size and time: reading gigabytes again would take longer than to load them.
     stated = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
@@ -57,7 +57,9 @@ def _merge(folder: Path, files: list[Path], dtype: torch.dtype, to: Path) -> str
     except Exception as cause:  # whatever peft raises on an adapter of another model
         if is_out_of_memory(cause):
             raise
-        raise error("adapter-unreadable", folder=folder, reason=str(cause) or type(cause).__name__) from cause
+        raise ValueError(
+            f"peft cannot merge the adapter in {legible(folder)}: {legible(str(cause) or type(cause).__name__)}"
+        ) from cause
     whole.save_pretrained(to)
     tokenizer.save_pretrained(to)
     return f"{folder.resolve().name}, adapter merged"

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.errors import HostDiffersError, callers_level, legible
 from swd_lens.base.machine import is_out_of_memory
 
 N_TOKENS = 32
@@ -99,7 +99,12 @@ class Reference:
             UserWarning: they differ by more than `WARNED`, or could not be compared.
         """
         if self.row is None:
-            warnings.warn(warning("host-not-compared", name=self.name, reason=self.reason), stacklevel=callers_level())
+            warnings.warn(
+                UserWarning(
+                    f"{legible(self.name)} was loaded without being compared with transformers' own model: {legible(self.reason)}"
+                ),
+                stacklevel=callers_level(),
+            )
             return
         try:
             with torch.no_grad(), _in_float32(model) if self.exact else nullcontext():
@@ -107,12 +112,10 @@ class Reference:
         except Exception as cause:
             if is_out_of_memory(cause):  # no reason to take a host of another kind
                 raise
-            raise error(
-                "host-does-not-run",
-                kind=kind,
-                name=self.name,
-                cause=f"{type(cause).__name__}: {cause}",
-                versions=_versions(),
+            its_cause = f"{type(cause).__name__}: {cause}"
+            raise HostDiffersError(
+                f"transformers' own model of {self.name} runs on a row of tokens, and this {kind} does not ({its_cause}; "
+                f"{_versions()}). check=False loads it all the same"
             ) from cause
         difference, position = self._difference(logits)
         _FOUND[model] = difference
@@ -120,26 +123,19 @@ class Reference:
         refused, warned = max(REFUSED, 2 * steps * self.step), max(WARNED, steps * self.step)
         n_tokens, versions = self.row.shape[1], _versions()
         if not difference <= refused:  # nor where it is NaN
-            raise error(
-                "host-differs",
-                kind=kind,
-                name=self.name,
-                difference=difference,
-                position=position,
-                n_tokens=n_tokens,
-                versions=versions,
-                advice="Another version of transformer_lens may agree" if other is None else f'Try kind="{other}"',
+            advice = "Another version of transformer_lens may agree" if other is None else f'Try kind="{other}"'
+            raise HostDiffersError(
+                f"this {kind} of {self.name} gives other logits than transformers' own model of the same checkpoint: by "
+                f"up to {difference:.2g} of the largest, at position {position} of a row of {n_tokens} tokens "
+                f"({versions}). What is measured on it says nothing of the model. {advice}; check=False loads it all the "
+                "same"
             )
         if difference > warned:
             warnings.warn(
-                warning(
-                    "host-differs-a-little",
-                    kind=kind,
-                    name=self.name,
-                    difference=difference,
-                    position=position,
-                    n_tokens=n_tokens,
-                    versions=versions,
+                UserWarning(
+                    f"this {kind} of {legible(self.name)} gives other logits than transformers' own model of the same "
+                    f"checkpoint: by up to {difference:.2g} of the largest, at position {position} of a row of {n_tokens} "
+                    f"tokens ({versions}), which is more than rounding makes"
                 ),
                 stacklevel=callers_level(),
             )

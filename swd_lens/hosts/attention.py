@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import UnsupportedHostError, quoted
 from swd_lens.hosts import Host
 from swd_lens.hosts.families import POSITIONS, SCORED_ATTENTION, Positions, facts_of
 from swd_lens.hosts.recording import record
@@ -101,12 +101,20 @@ def heads_of(host: Host, layer: int) -> Heads:
     """
     facts = facts_of(host.model)
     if not facts.causal:
-        raise error("qk-both-ways")
+        raise UnsupportedHostError(
+            "this host attends both ways; queries and keys are studied in causal hosts, where a destination sees earlier "
+            "sources"
+        )
     if facts.positions is None:
-        raise error("qk-unknown-positions", kind=host.model.cfg.positional_embedding_type, known=", ".join(POSITIONS))
+        raise UnsupportedHostError(
+            f"cfg.positional_embedding_type is {quoted(host.model.cfg.positional_embedding_type)}: how it enters a score "
+            f"is not known here; known are {', '.join(POSITIONS)}"
+        )
     attn = host.model.blocks[layer]._modules.get("attn")
     if attn is None:
-        raise error("qk-linear-attention", layer=layer)
+        raise UnsupportedHostError(
+            f"blocks.{layer} has no softmax attention (linear attention?), so no queries and keys"
+        )
     return (_bridge_heads if facts.bridge else _hooked_heads)(host, layer, attn, facts.positions)
 
 
@@ -114,7 +122,10 @@ def _refuse(layer: int, features: dict[str, bool]) -> None:
     """Raises UnsupportedHostError, naming the first feature that the layer has."""
     for feature, present in features.items():
         if present:
-            raise error("qk-gated-queries", layer=layer, part=feature)
+            raise UnsupportedHostError(
+                f"blocks.{layer}.attn has {feature}: its scores are no scaled products of queries and keys alone, and "
+                "their parts would not add up"
+            )
 
 
 # ---------------------------------------------------------------------------------------------- HookedTransformer
@@ -166,12 +177,9 @@ def _bridge_heads(host: Host, layer: int, attn: Any, positions: Positions) -> He
     cfg, module = host.model.cfg, attn._modules.get("_original_component")
     scored = SCORED_ATTENTION.get(type(attn).__name__)
     if scored is None or positions == "alibi":
-        raise error(
-            "qk-unknown-attention",
-            layer=layer,
-            kind=type(attn).__name__,
-            positions=positions,
-            known=", ".join(SCORED_ATTENTION),
+        raise UnsupportedHostError(
+            f"blocks.{layer}.attn is a {type(attn).__name__} ({positions} positions); on a bridge, scores are known of "
+            f"{', '.join(SCORED_ATTENTION)} with learned or rotary positions"
         )
     leaves = leaves_of_block(host.model.blocks[layer])[0]
     d_head = int(getattr(module, "head_dim", None) or cfg.d_head)
@@ -230,10 +238,12 @@ def _bridge_norm(attn: Any, name: str) -> HeadNorm | None:
     if norm is None or module is None:
         return None
     if not norm.uses_rms_norm:
-        raise error("norm-not-rms", name=name)
+        raise UnsupportedHostError(
+            f"{name} of this attention is no RMS norm; a mean that is taken out is not known here"
+        )
     weight = getattr(module, "weight", None)
     if weight is None:
-        raise error("norm-without-weight", name=name)
+        raise UnsupportedHostError(f"{name} of this attention has no weight of its own; such norms are not known here")
     scale = scale_of(norm)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return HeadNorm(torch.ones_like(weight, dtype=torch.float32) if scale is None else scale, float(eps or 0))
@@ -281,7 +291,7 @@ def rotations(host: Host, heads: Sequence[Heads], n_pos: int) -> dict[int, Rotat
         UnsupportedHostError: a bridge whose layer shows no angles.
     """
     if n_pos > int(host.model.cfg.n_ctx):
-        raise error("positions-beyond-context", n_pos=n_pos, n_ctx=host.model.cfg.n_ctx)
+        raise ValueError(f"{n_pos} positions do not fit the host's context of {host.model.cfg.n_ctx}")
     by_layer: dict[int, Rotation | None] = {layer.layer: None for layer in heads}
     layers = [layer.layer for layer in heads if layer.positions == "rotary"]
     if not layers:
@@ -298,7 +308,10 @@ def rotations(host: Host, heads: Sequence[Heads], n_pos: int) -> dict[int, Rotat
     ).hooks
     for layer, pair in names.items():
         if any(name not in seen for name in pair):
-            raise error("rotary-angles-not-shown", layer=layer)
+            raise UnsupportedHostError(
+                f"blocks.{layer}.attn of this bridge rotates queries and keys but does not show its angles (hook_cos, "
+                "hook_sin)"
+            )
         by_layer[layer] = Rotation(seen[pair[0]], seen[pair[1]], facts.adjacent_pairs)
     return by_layer
 

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base.divergence import CHUNK_BYTES, cross_entropy, log_probabilities
-from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.errors import TextWarning, TokenError, callers_level, quoted
 from swd_lens.hosts import host_of
 from swd_lens.hosts.families import facts_of
 from swd_lens.tasks.encoding import begins_with_bos
@@ -34,7 +34,10 @@ def text_for(model: Any, tokens: Any, *, exclude: Any = None, attention_mask: An
     """
     stream = as_stream(tokens, model, exclude=exclude, attention_mask=attention_mask)
     if stream.counting.lengths is not None and not facts_of(model).causal:
-        raise error("mask-of-an-encoder", model=model.cfg.model_name)
+        raise TokenError(
+            f"{model.cfg.model_name} attends both ways, so that padding changes what it makes of the text beside it: run "
+            "rows of one length, without attention_mask="
+        )
     if not stream.counting.all:
         _ = stream.n_counted  # refuses text of which nothing counts
     return stream
@@ -54,13 +57,11 @@ def warn_without_bos(model: Any, stream: TokenStream, what: str) -> None:
     if not len(without):
         return
     warnings.warn(
-        warning(
-            "rows-without-bos",
-            what=what,
-            bos=model.tokenizer.bos_token,
-            n_without=len(without),
-            n_rows=len(rows),
-            measured=_measured(model, without, bos),
+        TextWarning(
+            f"{what}: {len(without)} of the first {len(rows)} rows do not begin with BOS "
+            f"({quoted(model.tokenizer.bos_token)}), as the text of this host and the prompts of its tasks "
+            f"do.{_measured(model, without, bos)} load_text, stream_rows and pack_text put it there; set "
+            "model.cfg.default_prepend_bos = False if the host was trained without"
         ),
         stacklevel=callers_level(),
     )

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformer_lens.hook_points import HookPoint
 
-from swd_lens.base.errors import callers_level, warning
+from swd_lens.base.errors import callers_level
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host
 from swd_lens.hosts.predictions import attempt
@@ -78,7 +78,13 @@ def _fuses(host: Host, tokens: Tensor, undo: Undo) -> bool:
         if difference is None:
             return False
         if not difference <= max(AGREES, 8 * torch.finfo(dtype).eps):  # nor where it is NaN
-            warnings.warn(warning("fused-attention-differs", difference=difference), stacklevel=callers_level())
+            warnings.warn(
+                UserWarning(
+                    f"this host gives other logits (by up to {difference:.2g} of the largest) when its attention is fused "
+                    "than when it is not, so it will not be: slower, but right. Please report the model"
+                ),
+                stacklevel=callers_level(),
+            )
             return False
         if not standing_hooks(host.model):  # a layer that somebody looked into was not fused
             agreed[dtype] = few.shape[1]

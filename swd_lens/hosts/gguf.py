@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible, quoted
 from swd_lens.base.files import sha256
 from swd_lens.base.machine import is_out_of_memory
 from swd_lens.hosts.made import made_folder
@@ -38,12 +38,15 @@ def gguf_file(name: str) -> Path | None:
         folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
         files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
         if not files:
-            raise error("model-wheel-missing", name=name, package=package.replace("_", "-"), command=command)
+            raise ImportError(
+                f"{quoted(name)} is the model of the wheel {legible(package.replace('_', '-'))}, which is not installed: "
+                f"{command}"
+            )
         return files[0]
     if not str(name).lower().endswith(".gguf") or Path(name).is_dir():
         return None
     if not Path(name).is_file():
-        raise error("gguf-file-missing", file=name)
+        raise FileNotFoundError(f"there is no file {legible(name)}")
     return Path(name)
 
 
@@ -67,7 +70,9 @@ def _save_checkpoint(file: Path, dtype: torch.dtype, folder: Path) -> str:
     from transformers.utils import is_gguf_available
 
     if not is_gguf_available():
-        raise error("gguf-reader-missing", file=file.name)
+        raise ImportError(
+            f"{legible(file.name)} is a GGUF file, which transformers reads with the package gguf: pip install gguf"
+        )
     how: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
         label = label_of(file)
@@ -76,7 +81,9 @@ def _save_checkpoint(file: Path, dtype: torch.dtype, folder: Path) -> str:
     except Exception as cause:  # whatever a reader raises on a file that it does not know
         if is_out_of_memory(cause):
             raise
-        raise error("gguf-unreadable", file=file.name, reason=str(cause) or type(cause).__name__) from cause
+        raise ValueError(
+            f"transformers cannot read {legible(file.name)} as a GGUF model: {legible(str(cause) or type(cause).__name__)}"
+        ) from cause
     # The weights are plain now, but transformers would not save a model that says that it is quantized.
     del model.config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False

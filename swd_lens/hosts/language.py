@@ -10,7 +10,7 @@
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import UnsupportedHostError
 
 UNPACKED = ("mxfp4", "fp8")
 
@@ -30,7 +30,10 @@ def require_language_model(name: str, label: str) -> None:
 
     config = AutoConfig.from_pretrained(name)
     if getattr(config, "is_encoder_decoder", False):
-        raise error("encoder-decoder", name=label, architecture=config.model_type)
+        raise UnsupportedHostError(
+            f"{label} is an encoder-decoder ({config.model_type}), whose decoder reads its encoder; swd_lens serves "
+            "models of one stack"
+        )
     predicting = (
         *auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         *auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -38,14 +41,22 @@ def require_language_model(name: str, label: str) -> None:
     )
     # A model whose code comes with it (auto_map) stands in no list of transformers.
     if config.model_type not in predicting and not getattr(config, "auto_map", None):
-        raise error("no-language-model", name=label, architecture=config.model_type)
+        raise UnsupportedHostError(
+            f"{label} is no language model ({config.model_type}): swd_lens serves models that predict tokens"
+        )
     quantized = getattr(config, "quantization_config", None) or {}
     method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
     method = getattr(method, "value", method)  # an enum, where transformers has parsed it
     if method is not None and method not in UNPACKED:
-        raise error("quantized-checkpoint", name=label, method=method)
+        raise UnsupportedHostError(
+            f"{label} is quantized ({method}): what is stored are no matrices to factorize. Load the checkpoint that it "
+            "was made of, or write a plain one: model.dequantize().save_pretrained(folder)"
+        )
     if not config.architectures:
-        raise error("no-architecture", name=label, model_type=config.model_type)
+        raise UnsupportedHostError(
+            f"the config.json of {label} says that it is of the family {config.model_type}, and not which model: give it "
+            '"architectures", as save_pretrained does (["LlamaForCausalLM"])'
+        )
 
 
 def packed_in(model: nn.Module) -> str | None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from swd_lens.base.errors import UnsupportedHostError, error, errors_seen
+from swd_lens.base.errors import UnsupportedHostError, errors_seen, legible, quoted
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import adapters
 from swd_lens.hosts.agreement import Reference
@@ -87,14 +87,18 @@ def load_host(
     if device_map is not None:
         if kind == "hooked" or device is not None:
             other = 'kind="hooked"' if kind == "hooked" else f"device={device!r}"
-            raise error("device-map-misplaced", other=other)
+            raise ValueError(
+                f"device_map lays a TransformerBridge over several devices; it does not go with {legible(other)}"
+            )
         kind = "bridge"
     folder, label = Path(name) if Path(name).is_dir() else None, None
     if folder is None and (file := gguf_file(name)) is not None:
         folder, label = dequantized(file, precision)
         name = str(folder)
     if folder is not None and not (folder / "config.json").is_file():
-        raise error("no-checkpoint-folder", folder=folder)
+        raise ValueError(
+            f"{legible(folder)} has no config.json; give a Hugging Face checkpoint folder (save_pretrained writes one)"
+        )
     if folder is not None:
         require_language_model(str(folder), folder.resolve().name)
     if folder is not None and (folder / adapters.CONFIG).is_file():
@@ -112,7 +116,9 @@ def load_host(
 def _precision(dtype: torch.dtype | str) -> torch.dtype:
     precision = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(precision, torch.dtype) or not precision.is_floating_point:
-        raise error("unknown-dtype", dtype=dtype)
+        raise ValueError(
+            f"dtype={quoted(dtype)}: give a floating dtype, torch.float32, torch.bfloat16 or torch.float16"
+        )
     return precision
 
 
@@ -160,7 +166,10 @@ class _Loading:
 
     def hooked(self, other: str | None) -> Any:
         if not _has_hooked_transformer():
-            raise error("no-hooked-transformer")
+            raise UnsupportedHostError(
+                "this transformer_lens has no HookedTransformer; install 'transformer_lens>=3.9,<4', or load a "
+                'TransformerBridge: kind="bridge"'
+            )
         from transformer_lens import HookedTransformer
 
         config, reference = _config(self.name, self.folder, self.device, self.dtype), self._reference()
@@ -227,7 +236,10 @@ def _whole(network_class: Any, name: str | Path, **how: Any) -> Any:
     other = [f"{key} is {list(there)}, not {list(here)}" for key, there, here in sorted(found["mismatched_keys"])]
     if missing or other:
         label = name.resolve().name if isinstance(name, Path) else Path(name).name
-        raise error("checkpoint-lacks-tensors", name=label, n=len(missing) + len(other), names=[*missing, *other])
+        raise ValueError(
+            f"{legible(label)} lacks {len(missing) + len(other)} tensors of its architecture, which would be drawn at "
+            f"random: {legible([*missing, *other])}"
+        )
     return network
 
 
@@ -240,13 +252,21 @@ def _config(name: str, folder: Path | None, device: str | None, dtype: torch.dty
             if folder is None:
                 loading.get_official_model_name(name)
         except ValueError:
-            raise error("unknown-to-hooked", name=name) from None
+            raise UnsupportedHostError(
+                f"HookedTransformer does not know a model named {quoted(name)}. Load it as a TransformerBridge: "
+                'kind="bridge"'
+            ) from None
         try:
             config = loading.get_pretrained_model_config(where, fold_ln=False, device=device, dtype=dtype)
         except NotImplementedError as cause:
-            raise error("not-loaded-by-hooked", name=name, reason=cause) from None
+            raise UnsupportedHostError(
+                f'HookedTransformer cannot load {name}: {cause} Load it as a TransformerBridge: kind="bridge"'
+            ) from None
     if family_of(config.original_architecture).encoder:
-        raise error("encoder-as-hooked", name=name, architecture=config.original_architecture)
+        raise UnsupportedHostError(
+            f"{name} is a {config.original_architecture}, no HookedTransformer. Load it as a TransformerBridge: "
+            'kind="bridge"'
+        )
     return config
 
 

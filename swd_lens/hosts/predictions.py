@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from swd_lens.base.divergence import CHUNK_BYTES
-from swd_lens.base.errors import callers_level, warning
+from swd_lens.base.errors import callers_level, legible
 from swd_lens.base.machine import is_out_of_memory
 from swd_lens.hosts import Host, Start
 
@@ -72,7 +72,13 @@ def gives(plain: Tensor, run: Callable[[], Tensor], *, rounded: bool = True, sho
     shortened = attempt(run, shortcut)
     agrees = shortened is not None and same_logits(shortened, plain, rounded=rounded)
     if shortened is not None and not agrees and shortcut is not None:
-        warnings.warn(warning("shortened-run-differs", shortcut=shortcut), stacklevel=callers_level())
+        warnings.warn(
+            UserWarning(
+                f"this host gives other logits when a run is shortened ({shortcut}) than when it is not, so it will not be: "
+                "slower, but right. Please report the model"
+            ),
+            stacklevel=callers_level(),
+        )
     return agrees
 
 
@@ -96,7 +102,14 @@ def attempt(run: Callable[[], Tensor], shortcut: Any = None) -> Tensor | None:
             raise
         if shortcut is not None:
             reason = f"{type(cause).__name__}: {cause}"
-            warnings.warn(warning("shortened-run-fails", shortcut=shortcut, reason=reason), stacklevel=callers_level())
+            warnings.warn(
+                UserWarning(
+                    f"a run of this host fails when it is shortened ({shortcut}): {legible(reason)}. So it will not be: slower, "
+                    "but right. A hook of yours that wants every position does this; where there is none, please report the "
+                    "model"
+                ),
+                stacklevel=callers_level(),
+            )
         return None
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.hosts import Host, Start
 from swd_lens.hosts.sites import Site
 
@@ -195,7 +195,10 @@ def require_seen(sites: Iterable[Site], seen: Container[str], what: str) -> None
     """
     silent = [site.name for site in sites if site.name not in seen]
     if silent:
-        raise error("never-shown", part=what, sites=", ".join(silent))
+        raise UnsupportedHostError(
+            f"the forward of this host never showed the {what} of {', '.join(silent)}: it goes by another way there (a "
+            "fused or skipped module, or hooks that were removed). Leave these sites out, and please report the model"
+        )
 
 
 def require_one_per_token(sites: Sequence[Site], vectors: Mapping[str, int], n_tokens: int) -> None:
@@ -210,4 +213,7 @@ def require_one_per_token(sites: Sequence[Site], vectors: Mapping[str, int], n_t
     require_seen(sites, vectors, "input")
     for site in sites:
         if vectors[site.name] != n_tokens:
-            raise error("input-shown-twice", site=site.name, n_vectors=vectors[site.name], n_tokens=n_tokens)
+            raise UnsupportedHostError(
+                f"{site.name} read {vectors[site.name]} vectors on {n_tokens} tokens; swd_lens needs one per token (a "
+                "layer that runs several times, or on some tokens only, has no single Gram)"
+            )

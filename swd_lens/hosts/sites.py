@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from swd_lens.base.display import card
-from swd_lens.base.errors import error
+from swd_lens.base.errors import UnknownSiteError, quoted
 from swd_lens.hosts.families import module_names
 
 # Execution order within a block: a later kind of the same layer may read what an earlier one wrote.
@@ -186,7 +186,9 @@ def split_name(site_name: str) -> tuple[int, str]:
     """
     match = _NAME.match(site_name)
     if match is None or not is_site_name(site_name):
-        raise error("not-a-site-name", site_name=site_name, kinds="|".join(KINDS))
+        raise UnknownSiteError(
+            f"{quoted(site_name)} is not a site name; sites are called blocks.{{layer}}.{{{'|'.join(KINDS)}}}"
+        )
     return int(match[1]), match[2] + match[3]
 
 
@@ -221,7 +223,7 @@ def parse_unit(name: str) -> tuple[str, int]:
     """blocks.8.mlp_out/205 -> ("blocks.8.mlp_out", 205)."""
     site, slash, index = name.rpartition("/")
     if not slash or not index.isdigit():
-        raise error("not-a-unit-name", name=name)
+        raise ValueError(f"{quoted(name)} is not a unit name; a unit is called like blocks.8.mlp_out/205")
     split_name(site)
     return site, int(index)
 
@@ -246,14 +248,13 @@ def select_sites(available: Sequence[Site], pattern: Pattern, alternatives: Sequ
     given = [pattern] if isinstance(pattern, str | Site) or not isinstance(pattern, Iterable) else list(pattern)
     for item in given:
         if not isinstance(item, str | Site):
-            raise error(
-                "pattern-not-a-name",
-                pattern=item,
-                kinds=", ".join(dict.fromkeys(base_kind(site.kind) for site in available)),
+            kinds = ", ".join(dict.fromkeys(base_kind(site.kind) for site in available))
+            raise UnknownSiteError(
+                f"{quoted(item)} names no site: give a name such as 'blocks.3.mlp_out', a kind ({kinds}), a glob, or 'all'"
             )
     patterns = [item.name if isinstance(item, Site) else item for item in given]
     if not patterns:
-        raise error("no-pattern")
+        raise UnknownSiteError("no site was named: pass a pattern such as 'mlp_out' or 'blocks.0.mlp_out'")
     selected: dict[str, Site] = {}
     by_name = {site.name: site for site in available}
     for name in patterns:
@@ -266,7 +267,7 @@ def select_sites(available: Sequence[Site], pattern: Pattern, alternatives: Sequ
     for name in selected:
         twice = [part for part in overlapping(name) if part in selected]
         if twice:
-            raise error("same-weights-twice", name=name, part=twice[0])
+            raise UnknownSiteError(f"{name} and {twice[0]} are the same weights; name one or the other")
     return sorted(selected.values(), key=lambda site: execution_key(site.name))
 
 
@@ -291,7 +292,10 @@ def _nothing_matches(pattern: str, available: Sequence[Site]) -> Exception:
     near = difflib.get_close_matches(pattern, names, n=4, cutoff=0.3) or names[:4]
     kinds = sorted({base_kind(site.kind) for site in available}, key=kind_order)
     layers = max((site.layer for site in available), default=-1)
-    return error("no-such-site", pattern=pattern, nearest=", ".join(near), last=layers, kinds=", ".join(kinds))
+    return UnknownSiteError(
+        f"no site matches {quoted(pattern)}. Nearest: {', '.join(near)}. This host has blocks.0 to blocks.{layers} with "
+        f"{', '.join(kinds)}; globs such as 'blocks.*.mlp_out' work too."
+    )
 
 
 # ---------------------------------------------------------------------------------------------- ends

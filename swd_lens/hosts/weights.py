@@ -18,7 +18,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import UnsupportedHostError, legible
 from swd_lens.base.holding import own_method, set_own_method
 from swd_lens.hosts import STANDING, Host, Register, Standing
 from swd_lens.hosts.families import is_hooked
@@ -89,7 +89,9 @@ def stored_matrix(host: Host, site: Site) -> Stored:
         UnsupportedHostError: another kind of site.
     """
     if site.kind not in RESIDUAL_MATRICES:
-        raise error("not-writable", site=site.name, kinds=", ".join(reversed(RESIDUAL_MATRICES)))
+        raise UnsupportedHostError(
+            f"{site.name} is not kept as one matrix to write to; {', '.join(reversed(RESIDUAL_MATRICES))} are"
+        )
     ((parameters, name),) = stored_parameters(host, site)
     kept: Any = parameters[name]
     if is_hooked(host.model):
@@ -120,7 +122,7 @@ class Refusal(Shadow):
         self.name, self.reason = name, reason
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise error("weights-processed-while-attached", method=self.name, reason=self.reason)
+        raise RuntimeError(f"{legible(self.name)} was called {legible(self.reason)}")
 
 
 def refusals(names: Iterable[str], reason: str) -> dict[str, Callable[[], Shadow]]:

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from swd_lens.analysis.audit import Audit, UnitProfile, unit_html
 from swd_lens.analysis.audit.drawing import number, unit_style, words_html
 from swd_lens.base import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 from swd_lens.base.files import write_text
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.writer import require_writable, require_writable_file, writing, writing_file
@@ -60,13 +60,16 @@ def dashboard(
         (require_writable_file if to_file else require_writable)(path)
     names, profiles, settings = _of(units, only)
     if not names:
-        raise error("dashboard-of-nothing")
+        raise ValueError("there is no unit to show; give an audit that holds some, or profiles")
     if twice := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
-        raise error("dashboard-of-a-unit-twice", units=", ".join(twice))
+        raise ValueError(f"{legible(', '.join(twice))} is given twice; a dashboard shows every unit once")
     title = title or f"Units of {settings.get('model') or 'a model'}"
     if path is None or to_file:
         if len(names) > _PAGE_LIMIT:
-            raise error("dashboard-too-long", n_units=len(names), limit=_PAGE_LIMIT)
+            raise ValueError(
+                f"{len(names):,} units are too much for one page (at most {_PAGE_LIMIT}); give the name of a folder, "
+                "which gets a page per unit, or fewer units with only="
+            )
         if path is None:
             return _one_page(names, profiles, settings, title)
         with writing_file(path, "dashboard") as file:
@@ -86,7 +89,9 @@ def _of(units: Any, only: Any) -> tuple[list[str], Iterator[UnitProfile], dict[s
         by_name = {p.unit: p for p in profiles}
         wanted = ["{}/{}".format(*unit) for unit in read_units(only, {p.site for p in profiles})]
         if missing := [name for name in wanted if name not in by_name]:
-            raise error("dashboard-without-that-unit", unit=missing[0], units=", ".join(by_name))
+            raise KeyError(
+                f"{legible(missing[0])} is not among the profiles, which are of {legible(', '.join(by_name))}"
+            )
         profiles = [by_name[name] for name in wanted]
     return [p.unit for p in profiles], iter(profiles), dict(profiles[0].settings) if profiles else {}
 

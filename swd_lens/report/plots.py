@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imsave
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from swd_lens.base.errors import error, visible, visible_token
+from swd_lens.base.errors import quoted, visible, visible_token
 from swd_lens.base.figures import DIVERGING, INK, SEQUENTIAL, literal, new_figure, svg
 from swd_lens.circuits import CostCurve
 from swd_lens.circuits.plots import SHARES, cost_axis, draw_curves
@@ -193,7 +193,7 @@ def inline_svg(figure: Figure, prefix: str, title: str, description: str) -> str
 def page_svg(text: str, prefix: str, title: str, description: str) -> str:
     """`inline_svg` of a picture that is an SVG already (our own, or checked: see `swd_lens.study.section.drawing`)."""
     if not re.fullmatch(r"[A-Za-z][\w-]*", prefix):
-        raise error("picture-prefix", prefix=prefix)
+        raise ValueError(f"an id prefix takes letters, digits and hyphens, got {quoted(prefix)}")
     described = f" {prefix}-desc" if description else ""
     attributes = f'role="img" aria-labelledby="{prefix}-title{described}"'
     inside = f'<title id="{prefix}-title">{escape(visible(title))}</title>'
@@ -225,5 +225,5 @@ def _page_svg(text: str, prefix: str, attributes: str, inside: str = "") -> str:
 def _size(text: str) -> tuple[str, str]:
     found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
     if found is None:
-        raise error("figure-without-a-box")
+        raise ValueError("matplotlib's SVG has no viewBox from 0 0; its size is not known")
     return found[1], found[2]

@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import BudgetError
 from swd_lens.solver.automatic import NAMED_SIDE_SHARE
 from swd_lens.solver.births import STARTS, STEPS
 from swd_lens.solver.outputs import REFIT_ROUNDS, REFIT_STEPS
@@ -98,17 +98,11 @@ def _require_edges_for(units: int, d_in: int, d_out: int, sparsity: float | int)
     if total >= 2 * units:
         return
     feasible = math.floor((1 - 2 * units / numel) * 10_000) / 10_000
-    raise error(
-        "too-few-edges-for-units",
-        sparsity=sparsity,
-        edges=total,
-        numel=numel,
-        d_in=d_in,
-        d_out=d_out,
-        units=units,
-        needed=2 * units,
-        advice=f"the largest feasible sparsity is {feasible:.4f}" if feasible > 0 else "no sparsity is feasible",
-        alternative=f", or give units={total // 2}" if total >= 2 else "",
+    advice = f"the largest feasible sparsity is {feasible:.4f}" if feasible > 0 else "no sparsity is feasible"
+    alternative = f", or give units={total // 2}" if total >= 2 else ""
+    raise BudgetError(
+        f"sparsity={sparsity:g} leaves K={total:,} edges of {numel:,} for a ({d_in}, {d_out}) matrix, but {units:,} units "
+        f"need {2 * units:,}: one read and one write edge each; {advice}{alternative}"
     )
 
 
@@ -116,26 +110,15 @@ def _too_small(d_in: int, d_out: int, sparsity: float | int, square: int, n: int
     numel = d_in * d_out
     largest = int((1 - (square + n) / numel) * 10_000 - 1e-6) / 10_000  # rounded down, so that it is really feasible
     if largest <= 0:
-        return error(
-            "no-feasible-budget",
-            sparsity=sparsity,
-            edges=edges(d_in, d_out, sparsity),
-            numel=numel,
-            d_in=d_in,
-            d_out=d_out,
-            square=square,
-            needed=n,
+        return BudgetError(
+            f"sparsity={sparsity:g} leaves K={edges(d_in, d_out, sparsity):,} edges of {numel:,} for a ({d_in}, {d_out}) "
+            f"matrix, but the square factor takes {square:,} and the other needs {n:,}, one per unit; no sparsity is "
+            "feasible: the matrix is too small for two sparse factors"
         )
-    return error(
-        "budget-too-small",
-        sparsity=sparsity,
-        edges=edges(d_in, d_out, sparsity),
-        numel=numel,
-        d_in=d_in,
-        d_out=d_out,
-        square=square,
-        needed=n,
-        feasible=largest,
+    return BudgetError(
+        f"sparsity={sparsity:g} leaves K={edges(d_in, d_out, sparsity):,} edges of {numel:,} for a ({d_in}, {d_out}) "
+        f"matrix, but the square factor takes {square:,} and the other needs {n:,}, one per unit; the largest feasible "
+        f"sparsity is {largest:.4f}, or lower square_density_square/_rectangular"
     )
 
 

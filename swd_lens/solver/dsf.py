@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import WeightError
 from swd_lens.solver.budget import Budget, strict_rank
 from swd_lens.solver.metric import correlations, power_of_two, require_positive
 from swd_lens.solver.spec import DsfSpec, OnIteration, Step
@@ -233,5 +233,8 @@ def _inverse(normal: Float[Tensor, "unit unit"], rho: float, spec: DsfSpec) -> F
         # Beside a large N of low rank, rho may be lost to rounding: Cholesky fails, LU need not.
     inverse, info = torch.linalg.inv_ex(shifted)
     if int(info) != 0:
-        raise error("weight-of-tied-entries")
+        raise WeightError(
+            "so many of the weight's entries have one magnitude that a factor became empty: the paper's solver keeps "
+            'what lies strictly above a threshold; give preset="best" or rounding="exact"'
+        )
     return inverse

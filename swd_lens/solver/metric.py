@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import GramError
 
 # An input is dead when its second moment is below this share of the largest one: float32 could not tell it from zero.
 DEAD = 1e-14
@@ -115,7 +115,9 @@ def require_positive(matrix: Float[Tensor, "d_in d_in"], name: str = "gram") -> 
     shifted = matrix.clone()
     shifted.diagonal().add_(NEGATIVE_ROUNDING)
     if int(torch.linalg.cholesky_ex(shifted).info) != 0:
-        raise error("gram-not-positive", name=name)
+        raise GramError(
+            f"{name} is not positive semi-definite: give a mean of outer products, or add to its diagonal what it lacks"
+        )
 
 
 def power_of_two(values: Float[Tensor, "*shape"]) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import SpecError, quoted
 from swd_lens.base.settings import nearest
 from swd_lens.solver.spec import AnnealSpec, DsfSpec, PruneSpec, SvdPruneSpec
 
@@ -53,14 +53,12 @@ def resolve(preset: str, overrides: Mapping[str, Any]) -> AnySpec:
         SpecError: no such preset or field (the nearest and all valid names are listed), or a value outside its range.
     """
     if preset not in PRESETS:
-        raise error("solver-unknown-preset", preset=preset, hint=nearest(preset, sorted(PRESETS)))
+        raise SpecError(f"no preset {quoted(preset)}; {nearest(preset, sorted(PRESETS))}")
     spec = PRESETS[preset]
     known = sorted(each.name for each in fields(spec))
     for name in overrides:
         if name not in known:
             others = [repr(key) for key, other in PRESETS.items() if name in {each.name for each in fields(other)}]
             elsewhere = f"; preset {' or '.join(others)} has it" if others else ""
-            raise error(
-                "solver-unknown-setting", preset=preset, name=name, hint=nearest(name, known), elsewhere=elsewhere
-            )
+            raise SpecError(f"preset {quoted(preset)} has no setting {quoted(name)}; {nearest(name, known)}{elsewhere}")
     return spec.changed(overrides)

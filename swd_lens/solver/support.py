@@ -15,8 +15,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import error
-
 # The share of entries that this many give is off by 0.3 % (one sigma), which changed the error reached by less than 1 %
 # (golden matrices).
 ESTIMATE_SAMPLE = 32_768
@@ -38,7 +36,7 @@ def kth_largest(magnitude: Float[Tensor, "rows columns"], k: int) -> Float[Tenso
     """
     n = magnitude.numel()
     if not 1 <= k <= n:
-        raise error("threshold-rank-outside", k=k, n=n)
+        raise ValueError(f"k={k}: give a rank from 1 to {n}, the number of entries")
     return _kth_smallest(magnitude.flatten(), n - k + 1)
 
 

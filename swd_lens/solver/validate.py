@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swd_lens.base.errors import GramError, WeightError, error
+from swd_lens.base.errors import GramError, SparsityError, UnitsError, WeightError, quoted
 from swd_lens.solver.spec import SolveSpec
 
 # A Gram summed in float32 may be asymmetric by rounding; more than this share of its largest entry is a mistake.
@@ -28,15 +28,15 @@ def check_weight(weight: Any) -> None:
     """Raise WeightError unless weight is a dense (d_in, d_out) matrix of finite floats with a non-zero entry."""
     _check_dense("weight", weight, WeightError)
     if weight.ndim != 2:
-        raise error("weight-not-a-matrix", shape=tuple(weight.shape))
+        raise WeightError(f"weight has shape {tuple(weight.shape)}; give a two-dimensional (d_in, d_out) matrix")
     if weight.numel() == 0:
-        raise error("weight-empty", shape=tuple(weight.shape))
+        raise WeightError(f"weight has shape {tuple(weight.shape)}, which is empty; give a (d_in, d_out) matrix")
     if not weight.is_floating_point():
-        raise error("weight-not-floating", dtype=weight.dtype)
+        raise WeightError(f"weight has dtype {weight.dtype}; give a floating-point matrix, e.g. weight.float()")
     if (bad := _first_non_finite(weight)) is not None:
-        raise error("weight-not-finite", entry=bad)
+        raise WeightError(f"weight{bad}: every entry must be finite in float32")
     if not bool(weight.any()):
-        raise error("weight-all-zeros", shape=tuple(weight.shape))
+        raise WeightError(f"weight {tuple(weight.shape)} is all zeros: there is nothing to factorize")
 
 
 def check_gram(gram: Any, size: int, name: str = "gram") -> None:
@@ -46,22 +46,32 @@ def check_gram(gram: Any, size: int, name: str = "gram") -> None:
     _check_dense(name, gram, GramError)
     if gram.ndim != 2 or gram.shape[0] != gram.shape[1]:
         moment = "E[h^T h]" if of_inputs else "E[g^T g]"
-        raise error("gram-not-square", name=name, shape=tuple(gram.shape), moment=moment, size=size)
+        raise GramError(f"{name} has shape {tuple(gram.shape)}, not square; give {moment} of shape ({size}, {size})")
     if gram.shape[0] != size:
         if of_inputs:
-            raise error("gram-of-another-size", size=gram.shape[0], d_in=size)
-        raise error("output-gram-of-another-size", size=gram.shape[0], d_out=size)
+            raise GramError(
+                f"gram has size {gram.shape[0]} but weight has d_in={size}; the Gram is of the inputs (weight is (d_in, "
+                "d_out): transpose an nn.Linear.weight)"
+            )
+        raise GramError(
+            f"output_gram has size {gram.shape[0]} but weight has d_out={size}; it is of the loss's gradients at the "
+            "outputs (weight is (d_in, d_out): transpose an nn.Linear.weight)"
+        )
     if not gram.is_floating_point():
-        raise error("gram-not-floating", name=name, dtype=gram.dtype)
+        raise GramError(f"{name} has dtype {gram.dtype}; give a floating-point matrix, e.g. {name}.float()")
     if (bad := _first_non_finite(gram)) is not None:
-        raise error("gram-not-finite", name=name, entry=bad)
+        raise GramError(f"{name}{bad}: every entry must be finite in float32")
     _check_symmetric(gram, name)
     negative = (gram.diagonal() < 0).nonzero()
     if len(negative):
         j = int(negative[0])
-        raise error("gram-diagonal-negative", name=name, j=j, value=float(gram[j, j]))
+        raise GramError(f"{name}[{j}, {j}] = {float(gram[j, j]):g}: the diagonal, a mean square, cannot be negative")
     if not bool(gram.diagonal().any()):
-        raise error("gram-diagonal-zero") if of_inputs else error("output-gram-diagonal-zero")
+        raise (
+            GramError("gram has an all-zero diagonal: no input was ever active; give gram=None for zero-data")
+            if of_inputs
+            else GramError("output_gram has an all-zero diagonal: the loss depends on no output; give output_gram=None")
+        )
 
 
 def _check_symmetric(gram: Tensor, name: str) -> None:
@@ -70,21 +80,24 @@ def _check_symmetric(gram: Tensor, name: str) -> None:
     i, j = divmod(worst, gram.shape[1])
     if float(asymmetry[i, j]) > SYMMETRY_TOLERANCE * float(gram.abs().max()):
         value, mirrored = float(gram[i, j]), float(gram[j, i])
-        raise error("gram-not-symmetric", name=name, i=i, j=j, value=value, mirrored=mirrored)
+        raise GramError(
+            f"{name} is not symmetric: {name}[{i}, {j}] = {value:g} but {name}[{j}, {i}] = {mirrored:g}; give h.T @ h, or "
+            f"({name} + {name}.T) / 2 if this is rounding"
+        )
 
 
 def _check_dense(name: str, matrix: Any, raised_as: type[Exception]) -> None:
     if not isinstance(matrix, Tensor):
-        raise error("matrix-not-a-tensor", raised_as=raised_as, name=name, kind=type(matrix).__name__)
+        raise raised_as(f"{name} is a {type(matrix).__name__}; give a torch.Tensor, e.g. torch.as_tensor({name})")
     if matrix.layout != torch.strided or matrix.is_nested or matrix.is_meta:
         kind = "on the meta device" if matrix.is_meta else "nested" if matrix.is_nested else f"{matrix.layout}"
-        raise error("matrix-not-dense", raised_as=raised_as, name=name, kind=kind)
+        raise raised_as(f"{name} is {kind}; give a dense matrix with its values, e.g. {name}.to_dense()")
 
 
 def check_sparsity(sparsity: Any) -> None:
     """Raise SparsityError unless sparsity is a number with 0 < sparsity < 1."""
     if not is_number(sparsity) or not 0.0 < sparsity < 1.0:  # NaN fails this, too
-        raise error("sparsity-outside", sparsity=sparsity)
+        raise SparsityError(f"sparsity={quoted(sparsity)}: give a number inside (0, 1); s = 1 - K / numel(W)")
 
 
 def is_number(value: Any) -> bool:
@@ -95,7 +108,7 @@ def is_number(value: Any) -> bool:
 def check_tokens(tokens: int | None) -> None:
     """Raise ValueError unless tokens is None or a positive whole number."""
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
-        raise error("gram-tokens-not-a-number", tokens=tokens)
+        raise ValueError(f"tokens={quoted(tokens)}: give the number of tokens the Gram was averaged over, or None")
 
 
 def resolve_units(units: int | float | str | None, d_in: int, d_out: int, spec: SolveSpec) -> int:
@@ -110,13 +123,22 @@ def resolve_units(units: int | float | str | None, d_in: int, d_out: int, spec: 
     if isinstance(units, str):
         match = re.fullmatch(r"([0-9]*\.?[0-9]+)x", units.strip())
         if match is None:
-            raise error("units-not-a-number", units=units, standard=standard)
+            raise UnitsError(
+                f"units={quoted(units)}: give a number, None for {standard}, one per coordinate that units start as, or "
+                '"2x" for twice that'
+            )
         number = round(float(match[1]) * standard)
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= d_in * d_out:
-        raise error("units-outside", units=units, most=d_in * d_out, standard=standard)
+        raise UnitsError(
+            f"units={quoted(units)}: give a whole number from 1 to {d_in * d_out}, None for min(d_in, d_out) = "
+            f'{standard}, or "2x" for twice that'
+        )
     if not spec.any_width and number != standard:
         what = "the paper's solver" if spec.solver == "dsf" else "pruning"
-        raise error("units-other-than-the-papers", units=units, standard=standard, what=what)
+        raise UnitsError(
+            f"units={quoted(units)}: {what} is defined for {standard} units, one per coordinate that they start as; leave "
+            'units=None, or take preset="best", which knows any number'
+        )
     return number
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from swd_lens.base import __version__
 from swd_lens.base.divergence import CHUNK_BYTES
-from swd_lens.base.errors import error
+from swd_lens.base.errors import ResumeError
 from swd_lens.base.parts import CALL, FOLDER
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.estimate import estimate
@@ -102,7 +102,11 @@ def require_own(folder: Path) -> None:
         ResumeError: it does.
     """
     if (folder / NAME).exists() and not (folder / FOLDER / CALL).exists():
-        raise error("parts-of-another-call", folder=folder, changed=f"{NAME} of a run without its parts")
+        changed = f"{NAME} of a run without its parts"
+        raise ResumeError(
+            f"{folder} holds what another call has finished: {changed}. Call as then to go on, give another folder, or "
+            "overwrite=True (--overwrite) to start again"
+        )
 
 
 def start_again(folder: Path, factors: Iterable[str]) -> None:

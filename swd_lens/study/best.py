@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible, quoted
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.progress import duration, tqdm
 from swd_lens.base.record import Record
@@ -230,7 +230,7 @@ def best_circuit(
     """
     for name, value in (("kl", kl), ("minutes", minutes)):
         if not value > 0:
-            raise error("best-circuit-without-goal", name=name, value=value)
+            raise ValueError(f"{legible(name)}={quoted(value)}: give a number above 0")
     began = time.monotonic()
     names = _needed(model, task, progress) if isinstance(sites, str) and sites == "auto" else _names(model, sites)
     calibration, heldout = divided(model, tokens, heldout_tokens)
@@ -251,7 +251,10 @@ def _needed(model: Any, task: Task, progress: bool) -> list[str]:
     screened = screen(model, task, sites=list(OUTPUTS), surfaces={}, n_prompts=FEWEST, progress=progress)
     chosen = next(iter(screened.choose().values()), None)
     if chosen is None:
-        raise error("circuit-of-an-undone-task", task=task.name, margin=screened.tasks[task.name].margin)
+        raise ValueError(
+            f"the model does not do {legible(task.name)}: its mean margin on aligned prompts is "
+            f"{screened.tasks[task.name].margin:.2f}; name sites (--sites) to draw a graph all the same"
+        )
     return chosen
 
 
@@ -323,8 +326,10 @@ class _Search:
                 alive = self._better(alive, share)
                 bar.update()
         if not alive:
-            raise error(
-                "best-circuit-of-nothing", task=self.task.name, sites=", ".join(self.sites), value=self.threshold.value
+            raise ValueError(
+                f"nothing that was tried at {', '.join(self.sites)} recovers {self.threshold.value:g} of what it carries "
+                f"of {legible(self.task.name)}: it does not carry the task, or no prefix reaches so much on validation "
+                "prompts"
             )
         alive[0].outcome = "the best"
         return alive[0]

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from swd_lens.base.errors import error, errors_seen
+from swd_lens.base.errors import UnitSourceError, UnsupportedHostError, errors_seen, quoted
 from swd_lens.base.files import atomic, naming, workplace_beside
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.writer import writing
@@ -78,7 +78,9 @@ def save_checkpoint(
     host, replaced = host_of(model), dict(sources_by_site(factors))
     for name, of in replaced.items():
         if not isinstance(of, Factors):
-            raise error("checkpoint-of-other-units", site=name, kind=type(of).__name__)
+            raise UnitSourceError(
+                f"the units of {name} are a {type(of).__name__}: a checkpoint holds matrices, read @ write of Factors"
+            )
     kept, constants = _kept(replaced, circuit, ablation)
     n_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     with writing(folder, "save_checkpoint", n_bytes) as place:
@@ -117,7 +119,10 @@ def _kept(
     require_made_for(replaced, circuit.scores.settings, "this circuit")
     values = ablation_values(circuit.scores, ablation)
     if circuit.scores.settings["positions"] != "all" or any(value.ndim > 1 for value in values.values()):
-        raise error("checkpoint-of-single-positions", positions=circuit.scores.settings["positions"])
+        raise ValueError(
+            f"this circuit's scores are of positions={quoted(circuit.scores.settings['positions'])}, with means of their "
+            'own: a checkpoint ablates at every position. Attribute with positions="all", mean_over="all_tokens"'
+        )
     kept = {}
     for name, gone in replaced_masks(circuit.scores, circuit.units, "keep").items():
         of = replaced[name]
@@ -140,11 +145,16 @@ def _network(model: Any, source: str | Path | None) -> tuple[Any, Any]:
         return network_of_embedded(model.cfg.dtype), model.tokenizer
     source = source or getattr(model.tokenizer, "name_or_path", None)
     if not source:
-        raise error("checkpoint-source-unknown", name=model.cfg.model_name)
+        raise UnsupportedHostError(
+            f"{model.cfg.model_name} has no tokenizer that says where it was loaded from; give source=, a checkpoint "
+            "folder or a name on the hub"
+        )
     try:
         network = AutoModelForCausalLM.from_pretrained(str(source), dtype=model.cfg.dtype, attn_implementation="eager")
     except (OSError, ValueError) as cause:
-        raise error("checkpoint-source-unreadable", source=source, reason=cause) from cause
+        raise UnsupportedHostError(
+            f"transformers cannot load {source}, which the host's tokenizer is of: {cause}; give source="
+        ) from cause
     return network.eval(), model.tokenizer
 
 
@@ -162,7 +172,10 @@ def _place(network: nn.Module, host: Host, site: Site) -> _Place:
             outputs = _outputs(_by_output(module).float(), wanted.T)
             if outputs is not None:
                 return _Place(name, outputs)
-    raise error("matrix-not-in-checkpoint", site=site.name)
+    raise UnsupportedHostError(
+        f"{site.name} is no matrix of the checkpoint: the host's weights were folded, centred or edited, or are of "
+        "another checkpoint. Load it with swd_lens.load_host, or give source="
+    )
 
 
 def _by_output(module: Any) -> Float[Tensor, "output input"]:
@@ -199,7 +212,10 @@ def _with_bias(network: Any, places: Mapping[str, _Place], constants: Mapping[st
     biased = type(network)(config).to(network.dtype).eval()
     still = [name for name in lacking if biased.get_submodule(places[name].module).bias is None]
     if still:
-        raise error("architecture-without-bias", site=still[0], architecture=type(network).__name__)
+        raise UnsupportedHostError(
+            f"{still[0]} has no bias in {type(network).__name__}, where what its ablated units are set to would go; take "
+            'ablation="zero"'
+        )
     with torch.no_grad():
         for name, parameter in biased.named_parameters():
             if name.endswith(".bias"):
@@ -236,4 +252,6 @@ def _require_same_logits(
     difference = float((host[..., :n_words] - written[..., :n_words]).abs().max() / host.abs().max())
     half = network.dtype.itemsize <= 2
     if not difference <= (_STEPS * torch.finfo(network.dtype).eps if half else TOLERANCE):
-        raise error("checkpoint-differs", difference=difference)
+        raise UnsupportedHostError(
+            f"the checkpoint's logits are off by {difference:.1e} of the largest from the host's; nothing was written"
+        )

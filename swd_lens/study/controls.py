@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 from swd_lens.base.settings import AUTO
 from swd_lens.factorization.goal import Goal
 from swd_lens.hosts.sites import Site
@@ -103,9 +103,14 @@ def controls_of(
     """
     controls = [name for name in DEFAULT_CONTROLS if sizes or name not in SOLVED] if asked is None else asked
     if unknown := sorted(set(controls) - set(CONTROLS)):
-        raise error("study-unknown-control", unknown=", ".join(map(repr, unknown)), controls=", ".join(CONTROLS))
+        raise ValueError(
+            f"no control {legible(', '.join(map(repr, unknown)))}; there are {legible(', '.join(CONTROLS))}"
+        )
     if not sizes and (solved := [control for control in SOLVED if control in controls]):
-        raise error("study-solved-without-sparsity", controls=", ".join(solved))
+        raise ValueError(
+            f"controls {legible(', '.join(solved))} are made at the sparsities of the study, which has none: give "
+            "sparsities="
+        )
     return tuple(name for name in controls if name != options.get("preset", DEFAULT_PRESET))
 
 

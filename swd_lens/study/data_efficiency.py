@@ -24,7 +24,7 @@ from typing import Any
 from torch import nn
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import ResumeError, TokenError, legible, quoted
 from swd_lens.base.files import plain
 from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.progress import tqdm
@@ -107,21 +107,28 @@ def data_efficiency(
     if out is not None:
         require_writable_file(out)
         if Path(out).suffix.lower() == _FITS:
-            raise error("efficiency-out-is-its-fits", out=out)
+            raise ValueError(
+                f"out={legible(out)}: .fits is what the folder beside it ends in; name a file that ends otherwise, such as "
+                "points.json"
+            )
     sites = find_sites(model, site)
     if len(sites) != 1:
-        raise error("efficiency-of-several-sites", pattern=site, n_sites=len(sites))
+        raise ValueError(
+            f"{quoted(site)} names {len(sites)} sites; data efficiency is measured at one matrix or one whole MLP"
+        )
     fits = None if out is None else Path(out).with_suffix(_FITS)
     held = as_rows(heldout, model)
     if held.shape[1] < 2:
-        raise error("efficiency-on-single-tokens")
+        raise TokenError("heldout needs rows of at least two tokens: each position predicts the next")
     require_no_dropout(model)
     require_free(host_of(model), sites)
     if not methods:
-        raise error("efficiency-of-nothing")
+        raise ValueError('nothing to measure: pass {"SWD": {"sparsity": 0.5}, "Transcoder": units, ...}')
     counts, of_runs = list(token_counts), None if checkpoints is None else list(checkpoints)
     if of_runs is not None and not _are_counts(of_runs):
-        raise error("efficiency-checkpoints", counts=of_runs)
+        raise ValueError(
+            f"checkpoints={quoted(of_runs)}: give whole numbers of tokens above 0, or None for all checkpoints"
+        )
     surface = Surface(model, sites[0], fits, of_runs)
     series = {name: _series(name, given, surface, tokens, counts) for name, given in methods.items()}
     settings = {"model": str(model.cfg.model_name), "site": sites[0].name, "swd_lens": __version__}
@@ -238,14 +245,19 @@ def _units_series(name: str, given: Any, surface: Surface, whose: str) -> Series
     if isinstance(given, tuple) and len(given) == 2:
         return _single(name, *given, surface)
     if isinstance(given, Factors | Mapping | nn.Module) or has_pair(given):
-        raise error("efficiency-units-without-tokens", subject=whose, kind=type(given).__name__)
-    raise error("efficiency-of-another-kind", subject=whose, kind=type(given).__name__)
+        raise TypeError(
+            f"{whose} a {type(given).__name__}, which does not say how many tokens it took; give both: (units, 60_000_000)"
+        )
+    raise TypeError(
+        f"{whose} a {type(given).__name__}; give LearnedUnits (swd.baselines.transcoder(...)), their folder, a function "
+        'that trains them, (units, tokens), or options for SWD, {"sparsity": 0.5}'
+    )
 
 
 def _checkpoints(name: str, units: LearnedUnits, surface: Surface) -> Series:
     """One training run."""
     if (replaced := units.provenance["replaces"]) != surface.site.name:
-        raise error("efficiency-of-another-site", name=name, replaced=replaced, site=surface.site.name)
+        raise ValueError(f"{quoted(name)} replaces {replaced}, not {surface.site.name}")
     about = {"method": units.provenance["method"], "settings": units.provenance["settings"]}
     # The same recipe on the same text gives the same bits; the file says which text.
     identity = {**about, "tokens_sha256": units.provenance["tokens_sha256"]}
@@ -257,10 +269,12 @@ def _checkpoints(name: str, units: LearnedUnits, surface: Surface) -> Series:
 def _single(name: str, given: Any, tokens: Any, surface: Surface) -> Series:
     """Units as they are."""
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-        raise error("efficiency-tokens-of-units", name=name, tokens=tokens)
+        raise ValueError(
+            f"{quoted(name)} says tokens={quoted(tokens)}: give the number of tokens that its units took, 1 or more"
+        )
     units = UnitSet.of(surface.model, given)
     if set(units) not in ({surface.site.name}, {matrix.name for matrix in surface.matrices}):
-        raise error("efficiency-of-another-site", name=name, replaced=", ".join(units), site=surface.site.name)
+        raise ValueError(f"{quoted(name)} replaces {', '.join(units)}, not {surface.site.name}")
     about = {"method": type(given).__name__, "units": {site: str(of_site) for site, of_site in units.items()}}
     return lambda: iter([Candidate(tokens, SINGLE, about, None, lambda: units)])
 
@@ -268,12 +282,15 @@ def _single(name: str, given: Any, tokens: Any, surface: Surface) -> Series:
 def _fits(name: str, options: Mapping[str, Any], surface: Surface, tokens: Any, counts: list[int]) -> Series:
     """SWD, fitted to whole rows, at each count once."""
     if taken := [option for option in options if option in _NOT_OPTIONS]:
-        raise error("efficiency-options-that-are-set", name=name, taken=", ".join(map(repr, taken)))
+        raise ValueError(
+            f"{quoted(name)} sets {legible(', '.join(map(repr, taken)))}: its fits take tokens= and token_counts= of "
+            "data_efficiency, one fit for each count; leave it out"
+        )
     if tokens is None:
-        raise error("efficiency-without-tokens", name=name)
+        raise TokenError(f"{quoted(name)} is fitted by SWD, which needs tokens=")
     rows = as_rows(tokens, surface.model)
     if not counts or not _are_counts(counts):
-        raise error("efficiency-token-counts", counts=counts)
+        raise ValueError(f"token_counts={quoted(counts)}: give one or more whole numbers above 0")
     length = rows.shape[1]
     n_rows = sorted({min(-(-count // length), len(rows)) for count in counts})
     # A bad option is found before anything is fitted or trained.
@@ -338,7 +355,10 @@ class _File:
         with readable(self.path, DataEfficiency.WHAT):
             changed = differences(saved.get("recipe", {}), self.recipe, words)
         if changed:
-            raise error("efficiency-another-measurement", path=self.path, changed="; ".join(changed))
+            raise ResumeError(
+                f"{self.path} holds another measurement: {'; '.join(changed)}. Measure as then to go on, give another "
+                "file, or overwrite=True to start again"
+            )
         with readable(self.path, DataEfficiency.WHAT):
             self.methods = dict(held.settings["methods"])
             for point, identity in zip(held.points, saved["identities"], strict=True):
@@ -351,12 +371,9 @@ class _File:
         point, identity = self.points[name, candidate.tokens]
         now = json.loads(json.dumps(plain(candidate.identity)))  # as JSON gives it back
         if changed := differences(identity or {}, now, {"tokens_sha256": "its tokens"}):
-            raise error(
-                "efficiency-method-made-otherwise",
-                path=self.path,
-                name=name,
-                tokens=candidate.tokens,
-                changed="; ".join(changed),
+            raise ResumeError(
+                f"{self.path} holds {quoted(name)} at {candidate.tokens:,} tokens, made otherwise: {'; '.join(changed)}. "
+                "Measure as then to go on, give another file, or overwrite=True to start again"
             )
         return point
 

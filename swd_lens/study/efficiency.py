@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import quoted
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.record import PlainRecord, SavedRecord
 from swd_lens.circuits.fidelity import Fidelity
@@ -107,7 +107,7 @@ class DataEfficiency(SavedRecord):
         """
         names = [metrics] if isinstance(metrics, str) else list(metrics)
         if not names:
-            raise error("efficiency-of-no-metric", choices=", ".join(map(repr, METRICS)))
+            raise ValueError(f"no metric to plot: choose among {', '.join(map(repr, METRICS))}")
         _check_metrics(names)
         figure, axes = new_figure(1, len(names), width=3.3, height=2.9)
         for ax, metric in zip(axes[0], names, strict=True):
@@ -178,4 +178,4 @@ def _log_axis(ax: Any, name: str) -> None:
 def _check_metrics(names: Sequence[str]) -> None:
     for name in names:
         if name not in METRICS:
-            raise error("efficiency-metric", metric=name, choices=", ".join(map(repr, METRICS)))
+            raise ValueError(f"metric={quoted(name)}: choose one of {', '.join(map(repr, METRICS))}")

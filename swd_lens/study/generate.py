@@ -30,7 +30,7 @@ from rich.text import Text
 from torch import Tensor
 
 from swd_lens.base.divergence import CHUNK_BYTES
-from swd_lens.base.errors import error, visible
+from swd_lens.base.errors import TokenError, UnsupportedHostError, legible, quoted, visible
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import PlainRecord, Record
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -204,11 +204,13 @@ def generate(
     """
     for name, n in {"max_new_tokens": max_new_tokens, "batch_size": batch_size}.items():
         if n < 1:
-            raise error("samples-of-no-length", name=name, value=n)
+            raise ValueError(f"{legible(name)}={n}: give a whole number of at least 1")
     if not (math.isfinite(temperature) and temperature >= 0):
-        raise error("samples-at-negative-temperature", temperature=temperature)
+        raise ValueError(f"temperature={temperature}: give 0 for the likeliest token, or a finite number above it")
     if not facts_of(model).causal:
-        raise error("samples-of-an-encoder")
+        raise UnsupportedHostError(
+            "this host attends both ways, so it cannot write on from a prompt; give a causal one"
+        )
     require_no_dropout(model)
     host = host_of(model)
     size = min(
@@ -242,10 +244,10 @@ def prompt_rows(model: Any, prompts: Any, prepend_bos: bool | None = None) -> tu
     """
     read = Prompt.several(model, prompts, "generate", prepend_bos=prepend_bos)
     if not read:
-        raise error("samples-without-prompts")
+        raise TokenError("there are no prompts to continue; give at least one")
     for prompt in read:
         if not prompt.ids:
-            raise error("samples-of-an-empty-prompt", prompt=prompt.text)
+            raise TokenError(f"prompt {quoted(prompt.text)} has no tokens: there is nothing to continue")
         prompt.row(model)  # refuses what the context cannot hold
     return [prompt.ids for prompt in read], next((p.prepend_bos for p in read if p.text is not None), None)
 
@@ -259,7 +261,9 @@ def _labelled(host: Host, factors: Any) -> dict[str, Any]:
         several = not named or any(isinstance(units, Mapping) for units in factors.values())
     labelled = {str(label): units for label, units in factors.items()} if several else {"replaced": factors}
     if DENSE in labelled:
-        raise error("samples-called-dense", dense=DENSE)
+        raise ValueError(
+            f"{quoted(DENSE)} is the host without factors, which is always shown; give your factors another label"
+        )
     return labelled
 
 
@@ -273,7 +277,7 @@ def _continue(
     for step in range(min(most, n_ctx - start)):
         values = host.last_logits(tokens).float().cpu()
         if not torch.isfinite(values).all():
-            raise error("samples-not-finite", position=tokens.shape[1] - 1)
+            raise ValueError(f"the host's logits at position {tokens.shape[1] - 1} are not finite; it cannot write on")
         if temperature > 0:
             noise = torch.stack([_gumbel(seed, prompt, step, values.shape[1]) for prompt in batch])
             values = values.double() / temperature + noise

@@ -16,7 +16,7 @@ import torch
 
 from swd_lens.analysis.graph import UnitGraph, attention_paths, plot_unit_paths, replays, unit_graph
 from swd_lens.analysis.qk import QKReplay, QKScan, QKScreen, qk_replay, qk_scan, qk_screen
-from swd_lens.base.errors import error, visible_token
+from swd_lens.base.errors import legible, quoted, visible_token
 from swd_lens.circuits import attribute
 from swd_lens.study.section import AttentionView, Picture, ReportSection, SectionGraph, SectionTable
 from swd_lens.tasks.task import Task
@@ -44,7 +44,7 @@ def look_inside(
     by_name = {task.name: task for task in tasks}
     graph_of, path_of = graph_task or tasks[0].name, path_task or tasks[-1].name
     if missing := [name for name in (graph_of, path_of) if name not in by_name]:
-        raise error("inside-without-that-task", task=missing[0], tasks=", ".join(by_name))
+        raise ValueError(f"there is no task {quoted(missing[0])}; there are {legible(', '.join(by_name))}")
     units = UnitSet.of(model, factors)
     view, pairs = _pairs(model, units, tasks)
     sections = [pairs, _graph(model, units, by_name[graph_of]), _paths(model, units, by_name[path_of])]

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import BudgetError, GoalError, encodable, error
+from swd_lens.base.errors import BudgetError, GoalError, TokenError, encodable, legible
 from swd_lens.base.files import plain
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.parts import Parts
@@ -165,18 +165,25 @@ def run_study(
             surfaces[_label(model, names)] = names
     sizes = sizes_of(sparsities, kl, ce)
     if not surfaces or not tasks or not (sizes or factors):
-        raise error("study-of-nothing")
+        raise ValueError("a study needs at least one surface, one task and one sparsity (or finished factors)")
     ours = swd_methods(sizes, solver)
     own = [*ours, *solved_controls(tuple(SOLVED), sizes, solver), *EXACT.values(), RANDOM_B, *beside]
     if twice := [label for label in factors if label in own]:
-        raise error("study-label-taken", labels=", ".join(map(repr, twice)))
+        raise ValueError(
+            f"factors= has the names of other methods of the study: {legible(', '.join(map(repr, twice)))}; give them others"
+        )
     if random_b_seeds < 1:
-        raise error("study-without-seeds", n_seeds=random_b_seeds)
+        raise ValueError(f"random_b_seeds is {random_b_seeds}, but must be at least 1")
     usual, controls = controls is None, controls_of(controls, sizes, solver)
     if calibration_tokens is None and (kl is not None or ce is not None):
-        raise error("goal-without-tokens")
+        raise TokenError(
+            "a goal (kl= or ce=) needs tokens: factors are fitted on a part of the text and judged on another one"
+        )
     if calibration_tokens is None and (of_text := [name for name in controls if name in OF_TEXT]):
-        raise error("study-control-without-text", controls=", ".join(of_text))
+        raise ValueError(
+            f"controls {legible(', '.join(of_text))} go by what the matrices read on text, and this study has none: give "
+            "calibration_tokens="
+        )
     began = time.perf_counter()
     for pattern in surfaces.values():
         sites = find_sites(model, pattern)  # an unknown site should fail before minutes of work
@@ -184,7 +191,7 @@ def run_study(
             require_surface(model, label, units, sites)
         names = [site.name for site in sites]
         if not sizes and names not in given_sites.values():
-            raise error("study-surface-without-factors", surface=", ".join(names))
+            raise ValueError(f"no factors were given for {', '.join(names)}, and no sparsity at which to make some")
 
     sites_of = {surface: [site.name for site in find_sites(model, pattern)] for surface, pattern in surfaces.items()}
     solved_methods: dict[str, dict[str, SolvedMethod]] = {}
@@ -199,7 +206,9 @@ def run_study(
                 left_out.append(f"{method} of {surface}: {_shortage(small, how)}")
             else:
                 shortage = _shortage(small, how)
-                raise error("study-control-without-edges", method=method, surface=surface, shortage=shortage)
+                raise BudgetError(
+                    f"{method} of {surface}: {shortage}; leave control 'paper' out, or give a smaller sparsity"
+                )
     positions, ablation = several(positions, "positions"), several(ablation, "ablation")
     solved_on = model if calibration_model is None else calibration_model
     text, of_goal = None, {}
@@ -361,11 +370,9 @@ def require_surface(model: Any, label: str, units: Any, surface: Sequence[Site])
     host = host_of(model)
     replaced = {matrix.name for site in UnitSet.of(host, units).sites for matrix in matrices_of(host, site)}
     if replaced != {site.name for site in surface}:
-        raise error(
-            "study-beside-another-surface",
-            label=label,
-            sites=", ".join(sorted(replaced)),
-            surface=", ".join(site.name for site in surface),
+        raise ValueError(
+            f"{legible(label)} replaces {', '.join(sorted(replaced))}, this surface is "
+            f"{', '.join(site.name for site in surface)}; circuits of different surfaces do not compare"
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import ResumeError, error
+from swd_lens.base.errors import ResumeError, SparsityError, TokenError, legible, quoted
 from swd_lens.base.files import write_json, write_text
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.progress import Steps
@@ -188,9 +188,11 @@ def replace_model(
     if budgets is None:
         budgets = "uniform" if paper or given or tokens is None or len(names) == 1 else "kl"
     if budgets not in BUDGETS:
-        raise error("unknown-budgets", budgets=budgets, choices=", ".join(map(repr, BUDGETS)))
+        raise ValueError(f"budgets={quoted(budgets)}: choose one of {', '.join(map(repr, BUDGETS))}")
     if given and budgets != "uniform":
-        raise error("budgets-of-a-mapping", budgets=budgets)
+        raise SparsityError(
+            f"sparsity is a mapping already; budgets={quoted(budgets)} needs one number whose total is spent"
+        )
     if finetune == DEFAULT:
         finetune = "paper" if paper else "best"
     calibration = calibration or ("sequential" if paper else "corrected")
@@ -198,7 +200,7 @@ def replace_model(
         options.setdefault("basis", "paper")
     tuning, text = dict(finetune_options or {}), tokens if finetune_tokens is None else finetune_tokens
     if finetune is not None and text is None:
-        raise error("finetuning-without-tokens")
+        raise ValueError("fine-tuning needs finetune_tokens= (zero-data factors have no tokens); or finetune=None")
     _check_later_steps(model, heldout, prompts, finetune, tuning)
     asked = dict(sparsity) if isinstance(sparsity, Mapping) else float(sparsity)
     settings: dict[str, Any] = {"sites": names, "sparsity": asked}
@@ -283,8 +285,10 @@ def _saved_allocation(file: Path, question: Mapping[str, Any]) -> Allocation:
         then, allocation = dict(values["question"]), Allocation.from_dict(values)
         require_equal("Allocation", "sites", sorted(allocation), sorted(then["sites"]))
     if changed := [key for key in question if then.get(key) != question[key]]:
-        raise error(
-            "budgets-of-another-call", file=file, changed=", ".join(key.removesuffix("_sha256") for key in changed)
+        its_changed = ", ".join(key.removesuffix("_sha256") for key in changed)
+        raise ResumeError(
+            f"{file} holds budgets of another call: other {its_changed}. Call replace_model as then to go on, give "
+            "another folder, or overwrite=True to start again"
         )
     return allocation
 
@@ -294,12 +298,16 @@ def _check_later_steps(
 ) -> None:
     """What would fail only after the factors are made."""
     if heldout is None:
-        raise error("nothing-held-out")
+        raise TokenError(
+            "heldout=None: give token rows that nothing is fitted on; what is left of the model is measured there"
+        )
     as_rows(heldout, model)
     if len(prompts):
         prompt_rows(model, prompts)
     if own := [name for name in _OWN if name in finetune_options]:
-        raise error("finetune-options-that-are-set", options=", ".join(own))
+        raise ValueError(
+            f"finetune_options holds {legible(', '.join(own))}, which replace_model sets itself; leave it out"
+        )
     if finetune is not None:
         recipe = {key: value for key, value in finetune_options.items() if key not in _BESIDE_RECIPE}
         resolve_finetuning(finetune_options.get("preset", finetune), recipe)

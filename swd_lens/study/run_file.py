@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from swd_lens.base.errors import FactorFileError, error
+from swd_lens.base.errors import FactorFileError, legible, quoted
 from swd_lens.base.files import plain, sha256
 from swd_lens.base.record import PlainRecord, checked
 from swd_lens.base.sealed import hashes_of, read_json, readable, require_hashes, unseal
@@ -220,13 +220,17 @@ def _factors(folder: Path, name: str, replacement: Replacement, hashes: Mapping[
     if expected and (folder / staged).is_file() and sha256(folder / staged) == hashes[index]:
         place, expected = f"{name}{STAGED}", {staged: hashes[index]}  # a save was killed at its end
     elif not (folder / index).is_file():
-        raise error("run-without-its-factors", path=folder / NAME, factors=name, folder=folder)
+        raise FileNotFoundError(
+            f"{legible(folder / NAME)} goes with the factors in {legible(name)}, which are not in {legible(folder)}; copy the "
+            "whole folder"
+        )
     require_hashes(folder, expected, WHAT)
     factors, edges = FactorSet.load(folder / place), replacement.factors.edges
     require_hashes(folder, expected, WHAT)  # another writer may have come meanwhile
     if factors.edges != edges or set(factors) != set(replacement.factors):
-        raise error(
-            "run-of-other-factors", path=folder / NAME, factors=folder / name, recorded=edges, edges=factors.edges
+        raise ValueError(
+            f"{legible(folder / NAME)} is of other factors than those in {legible(folder / name)}: {edges:,} edges there, "
+            f"{factors.edges:,} here; run the study again"
         )
     return factors
 
@@ -243,19 +247,19 @@ def read_run(folder: Path) -> dict[str, Any]:
     """
     path = folder / NAME
     if not path.is_file():
-        raise error("run-file-missing", file=NAME, folder=folder)
+        raise FileNotFoundError(
+            f"there is no {legible(NAME)} in {legible(folder)}; give the folder that `swd-lens demo`, `swd-lens circuit` or "
+            "Run.save wrote"
+        )
     values = read_json(path, WHAT)
     if not isinstance(values, dict) or not set(_PARTS) <= set(values):
         missing = ", ".join(part for part in _PARTS if not isinstance(values, dict) or part not in values)
-        raise error("run-file-without-a-part", path=path, missing=missing)
+        raise ValueError(f"{legible(path)} is not what Run.save writes: it lacks {legible(missing)}")
     version = values.get("format", 1)
     if not isinstance(version, int) or version > FORMAT:
-        raise error(
-            "run-file-of-the-future",
-            path=path,
-            version=version,
-            swd_lens=values.get("swd_lens", "of a later version"),
-            known=FORMAT,
+        raise ValueError(
+            f"{legible(path)} has run format {quoted(version)} (swd_lens {values.get('swd_lens', 'of a later version')}), "
+            f"this swd_lens reads up to {FORMAT}; update swd_lens"
         )
     values = unseal(values, path, WHAT)
     with readable(path, WHAT):
@@ -330,9 +334,8 @@ def _tasks(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str,
     for row in rows:
         curve = CostCurve.from_dict(row)
         if missing := _CURVE - set(curve.rows):
-            raise error(
-                "record-with-other-values", record="CostCurve", reason=f"no columns {', '.join(sorted(missing))}"
-            )
+            reason = f"no columns {', '.join(sorted(missing))}"
+            raise ValueError(f"not the values of a CostCurve: {legible(reason)}")
         curves.setdefault(curve.task, {})[checked("CostCurve", row, {"method": str})["method"]] = curve
     return {task: TaskComparison(task, curves.get(task, {}), {}) for task in names}
 

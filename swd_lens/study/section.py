@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from swd_lens.analysis.graph import AttentionPaths, Replays, UnitGraph
-from swd_lens.base.errors import error, visible_lines
+from swd_lens.base.errors import legible, quoted, visible_lines
 from swd_lens.base.figures import STANDALONE, svg
 from swd_lens.base.files import plain
 from swd_lens.base.record import PlainRecord
@@ -80,9 +80,9 @@ class AttentionView(PlainRecord):
         n, names = len(self.tokens), len(self.names)
         if len(self.values) != names or any(len(row) != n for head in self.values for row in (head, *head)):
             shape = (len(self.values), *(len(side) for head in self.values[:1] for side in (head, *head[:1])))
-            raise error("attention-picture-does-not-fit", shape=shape, n_names=names, n_tokens=n)
+            raise ValueError(f"values are {shape} (head, dest, src), but there are {names} names and {n} tokens")
         if not all(isfinite(value) for head in self.values for row in head for value in row):
-            raise error("attention-picture-not-finite")
+            raise ValueError("values must be finite; give zeros where nothing is seen")
 
     @classmethod
     def of(
@@ -137,7 +137,7 @@ class SectionTable(PlainRecord):
 
     def __post_init__(self) -> None:
         if any(len(row) != len(self.columns) for row in self.rows):
-            raise error("table-rows-of-other-lengths", n_columns=len(self.columns))
+            raise ValueError(f"a table of {len(self.columns)} columns has rows of other lengths")
 
 
 @dataclass(frozen=True)
@@ -208,18 +208,20 @@ def drawing(text: str) -> str:
     """
     # No entities: a few of them could unfold to gigabytes.
     if not text.startswith("<svg") or "<!DOCTYPE" in text or "<!ENTITY" in text:
-        raise error("picture-of-another-kind", text=text[:40])
+        raise ValueError(
+            f"a picture is one <svg> element, as swd_lens.base.figures.svg writes it; got {quoted(text[:40])}"
+        )
     try:
         root = ElementTree.fromstring(text)
     except ElementTree.ParseError as cause:
-        raise error("picture-broken", reason=cause) from cause
+        raise ValueError(f"this picture is no well-formed SVG: {legible(cause)}") from cause
     try:
         _clean(root)
         cleaned = ElementTree.tostring(root, encoding="unicode")
     except RecursionError:
-        raise error("picture-nested-too-deeply") from None
+        raise ValueError("this picture's elements are nested too deeply for a drawing") from None
     if not re.fullmatch(r"0 0( [0-9]+(\.[0-9]+)?){2}", root.get("viewBox", "")):
-        raise error("picture-without-a-box", viewBox=root.get("viewBox"))
+        raise ValueError(f"a picture needs a viewBox from 0 0, got {quoted(root.get('viewBox'))}")
     return cleaned
 
 
@@ -227,9 +229,9 @@ def _clean(element: ElementTree.Element) -> None:
     """Check an element and all below it; names lose their namespaces."""
     name = element.tag.removeprefix(_NAMESPACE)
     if name not in _ELEMENTS:
-        raise error("picture-with-another-element", name=name, elements=", ".join(sorted(_ELEMENTS)))
+        raise ValueError(f"a picture may not hold <{legible(name)}>; it may hold {', '.join(sorted(_ELEMENTS))}")
     if name in _WORDS and len(element):
-        raise error("picture-with-a-drawn-title", name=name)
+        raise ValueError(f"<{legible(name)}> of a picture holds text only")
     attributes = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
     for key, value in attributes.items():
         _check_attribute(name, key, value)
@@ -249,9 +251,11 @@ def _check_attribute(element: str, name: str, value: str) -> None:
     # In a page the names are HTML's, where ONLOAD is onload.
     lower = name.lower()
     if lower.startswith("on"):
-        raise error("picture-that-acts", element=element, name=name)
+        raise ValueError(f"a picture may not act: <{legible(element)}> has {legible(name)}")
     loads_own = value.startswith(_OWN_PART) or (element == "image" and value.startswith(_OWN_PIXELS))
     if lower in _LOADING and not loads_own:
-        raise error("picture-that-loads", element=element, value=value[:60])
+        raise ValueError(f"a picture may not load anything: <{legible(element)}> refers to {quoted(value[:60])}")
     if not lower.startswith("aria-") and _FETCHES.search(value):
-        raise error("picture-with-a-loading-style", name=name, value=value[:60], element=element)
+        raise ValueError(
+            f"a picture may not load anything: {legible(name)}={quoted(value[:60])} of <{legible(element)}>"
+        )

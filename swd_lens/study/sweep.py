@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from swd_lens.base.display import Folded
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.record import Record
@@ -252,9 +252,9 @@ def sweep(
     given = {"sparsities": _listed(sparsities), "zero_data": _listed(zero_data)}
     for name, values in given.items():
         if not values or len(set(values)) < len(values):
-            raise error("sweep-over-nothing", name=name, values=values)
+            raise ValueError(f"a sweep takes one or more different {legible(name)}, got {legible(values)}")
     if tokens is None and not all(given["zero_data"]):
-        raise error("sweep-without-tokens")
+        raise ValueError("calibrated factors need tokens=; zero_data=True sweeps without calibration alone")
     settings = [(float(s), without) for without in given["zero_data"] for s in given["sparsities"]]
     for s, without in settings:
         # Refuses what the solver would refuse, but for every point at once and before the first is made.

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits import Circuit, UnitScores, attribute
 from swd_lens.circuits.screen import Screen, screen
@@ -70,7 +70,10 @@ def needed_sites(model: Any, screened: Screen) -> NeededSites:
     """
     (task,) = screened.tasks.values()
     if task.margin <= 0:
-        raise error("circuit-of-an-undone-task", task=task.task, margin=task.margin)
+        raise ValueError(
+            f"the model does not do {legible(task.task)}: its mean margin on aligned prompts is {task.margin:.2f}; name "
+            "sites (--sites) to draw a graph all the same"
+        )
     # Also those without which the margin is larger: a circuit has heads that work against it.
     best = sorted(screened.sites, key=lambda site: -abs(task.dropped(site)))
     of_kind = {kind: [site for site in best if split_name(site)[1] == kind][:most] for kind, most in MOST.items()}

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from swd_lens.base.errors import error, visible_token
+from swd_lens.base.errors import TaskError, quoted, visible_token
 from swd_lens.tasks.generators import variants
 from swd_lens.tasks.prompt import decoded
 from swd_lens.tasks.split import TaskExample, TaskSplit
@@ -76,11 +76,11 @@ def aligned_prompts(model: Any, prompts: Any, n: int = 16, *, like: int | None =
     """
     split = prompts.train if isinstance(prompts, Task) else prompts
     if not isinstance(split, TaskSplit):
-        raise error("aligned-of-another-type", kind=type(split).__name__)
+        raise TaskError(f"aligned prompts are taken from a Task or one of its splits, got {type(split).__name__}")
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise error("aligned-without-prompts", n=n)
+        raise TaskError(f"n={quoted(n)}: give a whole number of prompts from 1 on")
     if like is not None and not 0 <= like < len(split):
-        raise error("aligned-with-no-example", like=like, last=len(split) - 1)
+        raise TaskError(f"like={like}: the split has examples 0 to {len(split) - 1}")
     split.require_host(model)
     keys = [_key(split, i) for i in range(len(split))]
     first = groups_of(split)[0] if like is None else like

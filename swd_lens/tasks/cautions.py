@@ -12,7 +12,7 @@
 import warnings
 from typing import Any
 
-from swd_lens.base.errors import callers_level, warning
+from swd_lens.base.errors import TextWarning, callers_level, quoted
 from swd_lens.tasks.split import TaskExample
 
 _NAMED = 3  # prompts in a warning
@@ -30,7 +30,11 @@ def warn_of_second_bos(tokenizer: Any, what: str, texts: list[str]) -> None:
     if texts:
         named, bos = _named(texts, at_end=False), tokenizer.bos_token
         warnings.warn(
-            warning("prompt-with-bos", what=what, n=len(texts), bos=bos, prompts=named), stacklevel=callers_level()
+            TextWarning(
+                f"{what}: {len(texts)} prompts begin with {quoted(bos)}, which this host puts before every prompt; they get "
+                f"no second one: {named}"
+            ),
+            stacklevel=callers_level(),
         )
 
 
@@ -70,14 +74,27 @@ class Cautions:
         warn_of_second_bos(self.tokenizer.tokenizer, what, list(self.with_bos))
         if self.with_space:
             n, named = len(self.with_space), _named(list(self.with_space))
-            warnings.warn(warning("prompt-ends-in-space", what=what, n=n, prompts=named), stacklevel=callers_level())
+            warnings.warn(
+                TextWarning(
+                    f"{what}: {n} prompts end in a space: {named}. Words bring their own space (' Paris'), so that a space "
+                    "alone is a token that stands before no word in text; take it off, and put it before the answers"
+                ),
+                stacklevel=callers_level(),
+            )
         if self.glued:
             n, (prompt, answer) = len(self.glued), next(iter(self.glued))
-            message = warning("answer-goes-on-the-word", what=what, n=n, answer=answer, prompts=_named([prompt]))
+            message = TextWarning(
+                f"{what}: answers without a space before them go on with the last word of {n} prompts: {quoted(answer)} "
+                f"behind {_named([prompt])}. This host has a token for it with the space, too; if a new word is meant, "
+                "put it there"
+            )
             warnings.warn(message, stacklevel=callers_level())
         if self.given_away:
             n, (prompt, answer) = len(self.given_away), next(iter(self.given_away))
-            message = warning("answer-in-the-prompt", what=what, n=n, answer=answer, prompts=_named([prompt]))
+            message = TextWarning(
+                f"{what}: in {n} prompts an answer stands and no distractor does: {quoted(answer)} in {_named([prompt])}. "
+                "A host that copies does them; put a distractor into the prompt as well"
+            )
             warnings.warn(message, stacklevel=callers_level())
 
     def _goes_on_the_word(self, prompt: str, answer: str) -> bool:

@@ -8,7 +8,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import TokenError
 from swd_lens.tasks.encoding import begins_with_bos
 
 
@@ -29,14 +29,16 @@ def chat_text(model: Any, messages: Any, prepend_bos: bool | None = None) -> str
         TokenError: a host without a tokenizer, a tokenizer without a chat template, or messages that its template refuses.
     """
     if model.tokenizer is None:
-        raise error("prompt-without-tokenizer")
+        raise TokenError("this host has no tokenizer, so strings cannot be its prompts; pass token ids")
     if not getattr(model.tokenizer, "chat_template", None):
-        raise error("chat-without-template")
+        raise TokenError("this host's tokenizer has no chat template, so messages cannot be its prompt; pass a text")
     try:
         chat = [dict(message) for message in messages]
         text = model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     except Exception as cause:  # templates are programs of their own: they raise what they like
-        raise error("chat-refused", kind=type(cause).__name__, reason=cause) from cause
+        raise TokenError(
+            f"the chat template of this host's tokenizer refuses these messages: {type(cause).__name__}: {cause}"
+        ) from cause
     with_bos = begins_with_bos(model) if prepend_bos is None else prepend_bos
     return text.removeprefix(model.tokenizer.bos_token or "") if with_bos else text
 

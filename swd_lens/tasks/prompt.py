@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import TokenError
 from swd_lens.tasks.cautions import begins_twice, warn_of_second_bos
 from swd_lens.tasks.chat import as_text, is_chat
 from swd_lens.tasks.encoding import UnknownWords
@@ -66,7 +66,7 @@ class Prompt:
             rows = as_rows(given, model)
             return cls(tuple(rows[0].tolist()), n_rows=len(rows))
         if model.tokenizer is None:
-            raise error("prompt-without-tokenizer")
+            raise TokenError("this host has no tokenizer, so strings cannot be its prompts; pass token ids")
         tokenizer = TaskTokenizer(caller, model, prepend_bos)
         ids, unusable = tokenizer.prompt_ids(given)
         unknown.see(given, ids)

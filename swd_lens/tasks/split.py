@@ -19,7 +19,7 @@ from torch import Tensor
 
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.divergence import CHUNK_BYTES
-from swd_lens.base.errors import encodable, error, seen, visible_token
+from swd_lens.base.errors import TaskError, encodable, quoted, seen, visible_token
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.encoding import vocabulary_hash
 from swd_lens.tasks.text import same_length
@@ -110,7 +110,10 @@ class Bucket:
             margins = self._measured(self.metric(columns.clone(), list(self.examples)), len(columns))
         if not bool(margins.isfinite().all()):
             first = tuple((~margins.isfinite()).nonzero()[0].tolist())
-            raise error("margin-not-finite", prompt=self.examples[first[-1]].prompt, value=float(margins[first]))
+            raise TaskError(
+                f"the margin of prompt {quoted(self.examples[first[-1]].prompt)} is {float(margins[first])}; run the host "
+                "in float32, or look at its logits there"
+            )
         return margins
 
     def correct(self, logits: Float[Tensor, "*runs batch _columns"]) -> Float[Tensor, "*runs batch"]:
@@ -126,15 +129,16 @@ class Bucket:
             return logits
         if logits.shape[-1] != self.d_vocab:
             few = "" if self.token_ids is None else f"the {len(self.token_ids)} of bucket.token_ids, or "
-            raise error("logits-of-another-width", width=logits.shape[-1], hint=few, d_vocab=self.d_vocab)
+            raise TaskError(f"logits have {logits.shape[-1]} columns; give {few}the whole vocabulary's {self.d_vocab}")
         return logits if self.token_ids is None else logits[..., self.token_ids.to(logits.device)]
 
     def _measured(self, values: Any, batch: int) -> Tensor:
         if isinstance(values, Tensor) and values.shape == (batch,) and values.is_floating_point():
             return values.float()
         got = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-        raise error(
-            "metric-of-another-shape", metric=getattr(self.metric, "__name__", self.metric), batch=batch, result=got
+        raise TaskError(
+            f"metric {quoted(getattr(self.metric, '__name__', self.metric))} must give one float per prompt, a tensor of "
+            f"shape ({batch},); it gave {got}. It is called as metric(logits, examples) with logits (batch, vocab)"
         )
 
 
@@ -215,11 +219,17 @@ class TaskSplit:
         """
         d_vocab = int(model.cfg.d_vocab)
         if self.d_vocab != d_vocab:
-            raise error("prompts-of-another-host", task=self.task, d_vocab=self.d_vocab, host_vocab=d_vocab)
+            raise TaskError(
+                f"task {quoted(self.task)} was tokenized for a host with {self.d_vocab} tokens, this one has {d_vocab}: "
+                "its ids mean other words here. Load the task for this host: load_task(name, model)"
+            )
         of_host = vocabulary_hash(model.tokenizer)
         if self.vocabulary and of_host and self.vocabulary != of_host:
             name = getattr(model.tokenizer, "name_or_path", "") or type(model.tokenizer).__name__
-            raise error("prompts-of-another-tokenizer", task=self.task, d_vocab=d_vocab, tokenizer=name)
+            raise TaskError(
+                f"task {quoted(self.task)} was tokenized with another vocabulary than this host's ({name}), of the same "
+                f"{d_vocab} tokens: its ids mean other words here. Load the task for this host: load_task(name, model)"
+            )
 
     @functools.cached_property
     def token_ids(self) -> Int[Tensor, " answer"] | None:
@@ -239,7 +249,7 @@ class TaskSplit:
         With a metric, which wants the whole vocabulary, no more than have CHUNK_BYTES of logits.
         """
         if batch_size < 1:
-            raise error("no-batch-size", batch_size=batch_size)
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         size = batch_size if self.metric is None else min(batch_size, max(1, CHUNK_BYTES // (4 * self.d_vocab)))
         batches = same_length([len(prompt) for prompt in self.tokens], lambda _: size)
         for rows in sorted(batches, key=lambda rows: len(self.tokens[rows[0]])):

@@ -25,7 +25,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from swd_lens.base.display import card
-from swd_lens.base.errors import TokenError, error
+from swd_lens.base.errors import TokenError, quoted
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.counting import Counting, excluded, padding_last
 from swd_lens.tasks.text import as_rows
@@ -65,10 +65,13 @@ class TokenStream:
 
     def __init__(self, source: Any, n_rows: Any, *, row_length: Any = None):
         if not callable(source):
-            raise error("stream-without-function", kind=type(source).__name__)
+            raise TokenError(
+                f"TokenStream needs a function that starts the rows anew, got {type(source).__name__}; give "
+                "TokenStream(lambda: ..., n_rows=...)"
+            )
         for what, number in {"n_rows": n_rows, "row_length": 1 if row_length is None else row_length}.items():
             if not hasattr(number, "__index__") or number < 1:
-                raise error("stream-of-no-rows", name=what, value=number)
+                raise TokenError(f"{what} must be a whole number of 1 or more, got {quoted(number)}")
         self._source = cast(Callable[[], Iterable[Any]], source)
         self._n_rows, self._host = int(n_rows), _ANY_HOST
         self._known = _Known(row_length)
@@ -124,7 +127,10 @@ class TokenStream:
         self._look_through()
         n = self.n_tokens - self._known.left_out[self.counting.key]
         if n == 0:
-            raise error("nothing-counts", n_tokens=self.n_tokens, exclude=self.counting.asked)
+            raise TokenError(
+                f"every one of the {self.n_tokens} tokens is left out (exclude={quoted(self.counting.asked)}): nothing is "
+                "left to measure"
+            )
         return n
 
     def about(self, model: Any) -> dict[str, Any]:
@@ -199,14 +205,15 @@ class TokenStream:
         length = self._known.row_length or len(rows[0])
         for i, row in enumerate(rows):
             if len(row) != length:
-                raise error("stream-row-of-another-length", row=start + i, n_tokens=len(row), length=length)
+                raise TokenError(
+                    f"row {start + i} of the stream has {len(row)} tokens, the others {length}; rows of equal length are "
+                    "needed (swd_lens.stream_rows gives such rows)"
+                )
         try:
             batch = as_rows(torch.stack(rows), self._host, padded=self.counting.lengths is not None)
         except TokenError as cause:
             counted = ", counted from 0 here" if start else ""  # as_rows saw this batch alone
-            raise error(
-                "stream-of-another-vocabulary", start=start, last=start + len(rows) - 1, hint=counted, reason=cause
-            ) from None
+            raise TokenError(f"rows {start} to {start + len(rows) - 1} of the stream{counted}: {cause}") from None
         if start == 0:
             self._compare_first(batch[0])
         self._known.row_length = length
@@ -220,8 +227,13 @@ class TokenStream:
 
     def _too_few(self, n: int) -> Exception:
         if self._known.first_row is not None and n == 0:
-            return error("stream-used-up")
-        return error("stream-too-short", held=n, n_rows=self.n_rows)
+            return TokenError(
+                "the stream gave rows once and none now: its function must start the rows anew each time it is called (a "
+                "generator that was made before is used up after one pass)"
+            )
+        return TokenError(
+            f"the stream holds {n} rows, where n_rows={self.n_rows} were asked for; give more text or a smaller n_rows"
+        )
 
 
 class _Held(TokenStream):
@@ -255,12 +267,18 @@ def as_stream(tokens: Any, model: Any, *, exclude: Any = None, attention_mask: A
             `swd_lens.tasks.counting`.
     """
     if attention_mask is not None and isinstance(tokens, TokenStream | Iterator | np.memmap):
-        raise error("mask-of-a-stream", kind=type(tokens).__name__)
+        raise TokenError(
+            f"attention_mask= is for token rows in memory, not for a {type(tokens).__name__}: give a stream rows without "
+            "padding"
+        )
     if isinstance(tokens, TokenStream):
         stream = tokens.bound_to(model)
         return stream if exclude is None else stream.leaving_out(excluded(exclude, model))
     if isinstance(tokens, Iterator):
-        raise error("tokens-only-once", kind=type(tokens).__name__)
+        raise TokenError(
+            f"tokens are a {type(tokens).__name__}, which can be gone through only once and does not say how many rows to "
+            "take; give TokenStream(lambda: ..., n_rows=...) with the call that makes it"
+        )
     counting = excluded(exclude, model)
     if isinstance(tokens, np.memmap) and tokens.ndim == 2 and len(tokens):
         rows = _integers(tokens)
@@ -295,17 +313,22 @@ def _row(row: Any, number: int) -> Tensor:
     try:
         row = torch.as_tensor(row)
     except (TypeError, ValueError, RuntimeError) as cause:
-        raise error("stream-row-without-integers", row=number, reason=cause) from None
+        raise TokenError(f"row {number} of the stream is no row of integers: {cause}") from None
     if row.ndim != 1 or len(row) == 0:
-        raise error("stream-row-of-another-shape", row=number, shape=tuple(row.shape))
+        raise TokenError(
+            f"row {number} of the stream has shape {tuple(row.shape)}; a row is (pos,) token ids, and not empty"
+        )
     return row
 
 
 def _integers(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind not in "iu":
-        raise error("token-array-not-integers", dtype=array.dtype)
+        raise TokenError(f"tokens must be integers, got {array.dtype}")
     return array
 
 
 def _other_rows(how: str) -> Exception:
-    return error("stream-of-other-rows", difference=how)
+    return TokenError(
+        f"the stream gave other rows than in the pass before: {how}. Its function must start the same rows anew each time "
+        "it is called (no shuffling without a fixed seed, no generator that goes on where it stopped)"
+    )

@@ -18,7 +18,7 @@ import pandas as pd
 from torch import Tensor
 
 from swd_lens.base.display import card, folded_settings
-from swd_lens.base.errors import encodable, error, seen
+from swd_lens.base.errors import TaskError, encodable, quoted, seen
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.chat import as_text, is_chat
 from swd_lens.tasks.generators.words import SPLITS
@@ -231,7 +231,7 @@ class Task:
         for i, (row, right, wrong) in enumerate(zip(rows, *sides, strict=True)):
             location, ids = f"task {name!r}, prompt {i}", tuple(row.tolist())
             if ids in cases:
-                raise error("unusable-ids", location=location, reason=Unusable(DUPLICATE, "the same ids"))
+                raise TaskError(f"{location}: {Unusable(DUPLICATE, 'the same ids')}")
             answer = _single_ids(model, location, "an answer", right)
             distractor = _single_ids(model, location, "a distractor", wrong)
             _require_apart(location, answer, distractor)
@@ -288,7 +288,10 @@ def divided(
     """
     different = list(dict.fromkeys(example.prompt for example in examples))
     if len(different) < 2:
-        raise error("training-part-of-one-prompt", location=where)
+        raise TaskError(
+            f"{where} has one training prompt, which cannot be divided into train and validation; give a validation split "
+            "of your own"
+        )
     n = max(1, min(n, len(different) // 3))
     first = {example.prompt for example in examples[:kept]}
     free = [prompt for prompt in different if prompt not in first]
@@ -301,9 +304,12 @@ def divided(
 
 def _check_fractions(validation: float | None, test: float) -> None:
     if not 0 < test < 1:
-        raise error("test-fraction-outside", test_fraction=test)
+        raise TaskError(f"test_fraction must lie between 0 and 1, got {test}")
     if validation is not None and not (0 < validation < 1 and validation + test < 1):
-        raise error("validation-fraction-outside", validation_fraction=validation, test_fraction=test)
+        raise TaskError(
+            f"validation_fraction must lie between 0 and 1 and leave something to train on beside test_fraction={test}, "
+            f"got {validation}"
+        )
 
 
 def _three_parts(
@@ -316,7 +322,7 @@ def _three_parts(
     """
     n = len(cases)
     if n < 3:
-        raise error("own-task-of-few-prompts", name=name, n_examples=n)
+        raise TaskError(f"task {quoted(name)} has {n} prompts; train, validation and test need at least one each")
     shuffled = [*cases]
     random.Random(seed).shuffle(shuffled)
     n_test = min(max(1, round(n * test_fraction)), n - 2)
@@ -369,7 +375,7 @@ def _single_ids(model: Any, location: str, role: str, given: Any) -> tuple[int, 
         if not ids:
             raise Unusable("no answers or no distractors", f"{role} is asked for")
     except Unusable as why:
-        raise error("unusable-ids", location=location, reason=why) from None
+        raise TaskError(f"{location}: {why}") from None
     return tuple(dict.fromkeys(ids))
 
 
@@ -390,7 +396,7 @@ def _warn_of_prompt(
 def _require_apart(location: str, right: tuple[int, ...], wrong: tuple[int, ...]) -> None:
     if both := set(right) & set(wrong):
         why = Unusable("an answer is also a distractor", f"id {min(both)}")
-        raise error("unusable-ids", location=location, reason=why)
+        raise TaskError(f"{location}: {why}")
 
 
 class TaskBuilder:
@@ -449,7 +455,7 @@ def _examples(
     metric: Callable[..., Any] | None,
 ) -> list[TaskExample]:
     if metric is None and (answers is None or distractors is None):
-        raise error("own-task-without-answers", name=name)
+        raise TaskError(f"task {quoted(name)} needs answers and distractors for every prompt, or a metric function")
     texts = _listed(name, "prompts", prompts)
     n = len(texts)
     right = [()] * n if answers is None else _listed(name, "answers", answers, n)
@@ -478,16 +484,16 @@ def _listed(name: str, what: str, values: Any, n: int | None = None) -> list[Any
     """Any iterable as a list, of n entries where n is given."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         got = f"the string {values!r}" if isinstance(values, str) else repr(values)
-        raise error("own-task-column-not-a-list", name=name, column=what, kind=got)
+        raise TaskError(f"task {quoted(name)}: {what} must be a list with one entry per prompt, got {got}")
     values = list(values)
     if n is not None and len(values) != n:
-        raise error("own-task-column-of-another-length", name=name, n_prompts=n, n_entries=len(values), column=what)
+        raise TaskError(f"task {quoted(name)} has {n} prompts but {len(values)} entries in {what}")
     return values
 
 
 def _text(name: str, what: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise error("own-task-entry-not-text", name=name, column=what, value=value)
+        raise TaskError(f"task {quoted(name)}: {what} must be a string, got {quoted(value)}")
     return value
 
 
@@ -495,5 +501,5 @@ def _texts(name: str, what: str, value: Any) -> tuple[str, ...]:
     """One text, or several, as a tuple."""
     texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
     if texts is None or not all(isinstance(text, str) for text in texts):
-        raise error("own-task-entry-not-texts", name=name, column=what, value=value)
+        raise TaskError(f"task {quoted(name)}: {what} must be a string or a list of strings, got {quoted(value)}")
     return texts

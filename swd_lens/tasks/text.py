@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from swd_lens.base.errors import error, errors_seen
+from swd_lens.base.errors import TokenError, errors_seen, quoted
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.encoding import UnknownWords, begins_with_bos
 from swd_lens.tasks.named_text import NAMES, articles, named_documents
@@ -48,27 +48,31 @@ def as_rows(tokens: Any, model: Any, *, padded: bool = False) -> Int[Tensor, "ro
     try:
         rows = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError) as cause:
-        raise error("learned-text-unreadable", kind=type(tokens).__name__, reason=cause) from cause
+        raise TokenError(
+            f"tokens must be (rows, pos) integers, and this {type(tokens).__name__} cannot be read as that ({cause}); "
+            "strings are turned into tokens by swd.pack_text(model, text), or by model.to_tokens(...)"
+        ) from cause
     if rows.is_floating_point() or rows.dtype == torch.bool or rows.is_complex():
-        raise error("tokens-not-integers", dtype=rows.dtype)
+        raise TokenError(
+            f"tokens must be integers, got {rows.dtype}; strings are turned into tokens by model.to_tokens(...)"
+        )
     if rows.ndim == 1:
         rows = rows[None]
     if rows.ndim != 2 or rows.numel() == 0:
-        raise error("tokens-of-another-shape", shape=tuple(rows.shape))
+        raise TokenError(f"tokens must be (rows, pos) and not empty, got shape {tuple(rows.shape)}")
     rows = rows.to("cpu", torch.int64)
     outside = ((rows < 0) | (rows >= model.cfg.d_vocab)).nonzero()
     if len(outside):
         row, pos = outside[0].tolist()
-        raise error(
-            "tokens-outside-vocabulary",
-            token=int(rows[row, pos]),
-            row=row,
-            pos=pos,
-            last=model.cfg.d_vocab - 1,
-            n_outside=len(outside),
+        raise TokenError(
+            f"token id {int(rows[row, pos])} at row {row}, position {pos} is outside the vocabulary (0 to "
+            f"{model.cfg.d_vocab - 1}); {len(outside)} such ids. Were they made with another model's tokenizer?"
         )
     if rows.shape[1] > model.cfg.n_ctx:
-        raise error("tokens-beyond-context", n_columns=rows.shape[1], n_ctx=model.cfg.n_ctx)
+        raise TokenError(
+            f"rows of {rows.shape[1]} tokens do not fit the host's context of {model.cfg.n_ctx}; cut them into shorter "
+            "rows"
+        )
     if not padded:
         _refuse_padding(rows, model)
     return rows
@@ -88,7 +92,11 @@ def _refuse_padding(rows: Int[Tensor, "rows pos"], model: Any) -> None:
         if two.shape[1] == 2 and bool((at_end := (two == pad).all(1)).any()):
             row = int(at_end.nonzero()[0])
             shown = getattr(tokenizer, "pad_token", "")
-            raise error("rows-padded", row=row, end=end, pad=shown, id=pad, n_rows=int(at_end.sum()))
+            raise TokenError(
+                f"row {row} {end} with several pad tokens ({quoted(shown)}, id {pad}; {int(at_end.sum())} such rows "
+                "here): padding is no text. Pass rows of equal length that are cut from text (load_text, pack_text); or "
+                "attention_mask= to factorize and fidelity, which leaves it out"
+            )
 
 
 def same_length(lengths: Sequence[int], at_once: Callable[[int], int]) -> list[list[int]]:
@@ -147,21 +155,18 @@ def load_text(
     length, _ = _row_of(model, context, bos)
     _check_whole(n_tokens=n_tokens)
     if n_tokens < length:
-        raise error("less-than-one-row", n_tokens=n_tokens, length=length)
+        raise TokenError(
+            f"n_tokens={n_tokens} is less than one row of {length}; ask for more, or give a smaller context"
+        )
     stream = stream_rows(
         source, model, context=length, separator=separator, skip_tokens=skip_tokens, documents=documents, bos=bos
     )
     rows = list(itertools.islice(stream, n_tokens // length))
     if len(rows) < n_tokens // length:
         behind = f" behind the {skip_tokens} skipped ones" if skip_tokens else ""
-        raise error(
-            "text-too-short",
-            source=documents_of(source)[1],
-            hint=behind,
-            n_rows=len(rows),
-            length=length,
-            n_found=len(rows) * length,
-            n_tokens=n_tokens,
+        raise TokenError(
+            f"{documents_of(source)[1]} holds too few tokens{behind}: {len(rows)} whole rows of {length}, that is "
+            f"{len(rows) * length} tokens, where n_tokens={n_tokens} were asked for"
         )
     return as_rows(torch.stack(rows), model)
 
@@ -185,15 +190,19 @@ def stream_rows(
     length, start = _row_of(model, context, bos)
     _check_whole(skip_tokens=skip_tokens)
     if skip_tokens < 0:
-        raise error("skip-negative", skip_tokens=skip_tokens)
+        raise TokenError(f"skip_tokens must not be negative, got {skip_tokens}")
     if skip_tokens and isinstance(source, Iterator):
         # One that was read before goes on where that stopped: other tokens than asked for, and nothing would show it.
-        raise error("skip-from-nowhere", skip_tokens=skip_tokens, kind=type(source).__name__)
+        raise TokenError(
+            f"skip_tokens={skip_tokens} would count from wherever this {type(source).__name__} stands, which cannot be "
+            "known; pass a list, or a dataset that starts anew each time, or skip documents by hand (next, "
+            "itertools.islice)"
+        )
     if separator not in ("eos", None):
-        raise error("unknown-separator", separator=separator)
+        raise TokenError(f"separator must be 'eos' or None, got {quoted(separator)}")
     joint = None if separator is None else model.tokenizer.eos_token_id
     if separator == "eos" and joint is None:
-        raise error("tokenizer-without-eos")
+        raise TokenError("this tokenizer has no EOS token to join documents with; pass separator=None")
     texts, _ = documents_of(source, documents)
     return _rows(texts, model, length, start, joint, skip_tokens)
 
@@ -228,23 +237,23 @@ def _rows(
 def _check_whole(**numbers: Any) -> None:
     for what, n in numbers.items():
         if not hasattr(n, "__index__"):
-            raise error("token-count-not-whole", name=what, value=n)
+            raise TokenError(f"{what} must be a whole number, got {quoted(n)}")
 
 
 def _row_of(model: Any, context: int | None, bos: bool | None) -> tuple[int, list[int]]:
     """The length of a row, and what it begins with: [BOS], or nothing."""
     if model.tokenizer is None:
-        raise error("text-without-tokenizer")
+        raise TokenError("this host has no tokenizer, so text cannot be packed; pass tokens")
     with_bos = begins_with_bos(model) if bos is None else bos
     bos_token = getattr(model.tokenizer, "bos_token_id", None)
     if with_bos and bos_token is None:
-        raise error("text-without-bos")
+        raise TokenError("bos=True, but this tokenizer has no BOS token; pass bos=False")
     start = [] if bos_token is None or not with_bos else [int(bos_token)]
     n_ctx, least = int(model.cfg.n_ctx), 2 if with_bos else 1
     if context is not None:
         _check_whole(context=context)
     if context is not None and not least <= context <= n_ctx:
-        raise error("context-outside", context=context, least=least, n_ctx=n_ctx)
+        raise TokenError(f"context={context} must lie between {least} and the host's context of {n_ctx}")
     return min(n_ctx, 1024) if context is None else context, start
 
 
@@ -281,7 +290,7 @@ def pack_text(
     joint = None if documents == "one" else model.tokenizer.eos_token_id
     split = split_documents(text.removeprefix(_BOM).splitlines(keepends=True), documents)
     if documents != "one" and joint is None:
-        raise error("tokenizer-without-eos")
+        raise TokenError("this tokenizer has no EOS token to join documents with; pass separator=None")
     for document in split:
         if ids and joint is not None:
             ids.append(joint)
@@ -296,7 +305,9 @@ def pack_text(
     unknown.warn("the text")
     count = min(len(ids) // of_text, n_tokens // length) if n_tokens else len(ids) // of_text
     if count == 0:
-        raise error("text-too-short-for-a-row", n_ids=len(ids), length=of_text)
+        raise TokenError(
+            f"the text holds {len(ids)} tokens, too few for one row of {of_text}; give more text or a smaller context"
+        )
     rows = torch.tensor(ids[: count * of_text]).view(count, of_text)
     return as_rows(torch.cat([torch.tensor(start, dtype=torch.int64).expand(count, -1), rows], 1), model)
 
@@ -311,7 +322,7 @@ def split_documents(lines: Iterable[str], documents: str) -> Iterator[str]:
         TokenError: `documents` is none of `DOCUMENTS`.
     """
     if documents not in DOCUMENTS:
-        raise error("unknown-documents", documents=documents, choices=", ".join(map(repr, DOCUMENTS)))
+        raise TokenError(f"documents must be one of {', '.join(map(repr, DOCUMENTS))}, got {quoted(documents)}")
     if documents == "articles":
         return articles(lines)
     return iter(["".join(lines)]) if documents == "one" else _paragraphs(lines)
@@ -346,9 +357,12 @@ def documents_of(source: Any, documents: str = "one") -> tuple[Iterator[tuple[bo
         raise _unknown(str(source))
     if isinstance(source, Mapping):
         keys = ", ".join(map(repr, list(source)[:4]))
-        raise error("text-of-several-splits", kind=type(source).__name__, keys=keys)
+        raise TokenError(f"text source is a {type(source).__name__} with {keys}; pass one split of it, source[...]")
     if not isinstance(source, Iterable) or isinstance(source, bytes):
-        raise error("text-of-another-type", known=", ".join(NAMES), kind=type(source).__name__)
+        raise TokenError(
+            f"text source must be a file, a name ({', '.join(NAMES)}) or an iterable of documents, got "
+            f"{type(source).__name__}"
+        )
     return ((True, text) for text in _texts(source)), f"the {type(source).__name__} that was passed"
 
 
@@ -356,7 +370,9 @@ def _unknown(source: str) -> Exception:
     shown = source if len(source) <= 60 else source[:57] + "..."
     near = difflib.get_close_matches(source.lower(), NAMES, n=2, cutoff=0.4)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    return error("text-unknown", text=shown, known=", ".join(NAMES), hint=hint)
+    return TokenError(
+        f"{quoted(shown)} is neither a file nor a known text ({', '.join(NAMES)}); text itself is passed as [text].{hint}"
+    )
 
 
 def _blocks(path: Path) -> Iterator[tuple[bool, str]]:
@@ -368,7 +384,7 @@ def _blocks(path: Path) -> Iterator[tuple[bool, str]]:
                 yield first, "".join(lines)
                 first = False
         except UnicodeDecodeError as cause:
-            raise error("text-not-utf-8", path=path, reason=cause) from None
+            raise TokenError(f"{path} is not UTF-8 text: {cause}") from None
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -379,8 +395,10 @@ def _lines(path: Path) -> Iterator[str]:
 def _texts(documents: Iterable[Any]) -> Iterator[str]:
     for i, document in enumerate(documents):
         if isinstance(document, Mapping) and "text" not in document:
-            raise error("document-without-text", index=i, fields=", ".join(map(repr, document)))
+            raise TokenError(f"document {i} has no 'text'; it has {', '.join(map(repr, document))}")
         text = document["text"] if isinstance(document, Mapping) else document
         if not isinstance(text, str):
-            raise error("document-not-text", index=i, kind=type(text).__name__)
+            raise TokenError(
+                f"document {i} must be a string, or a dict with one under 'text', got {type(text).__name__}"
+            )
         yield text

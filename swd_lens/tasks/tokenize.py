@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import TaskError, quoted
 from swd_lens.tasks.cautions import Cautions
 from swd_lens.tasks.encoding import UnknownWords, begins_with_bos, vocabulary_hash
 from swd_lens.tasks.generators import greater_than
@@ -45,11 +45,13 @@ class TaskTokenizer:
 
     def __init__(self, task: str, model: Any, prepend_bos: bool | None = None):
         if model.tokenizer is None:
-            raise error("task-without-tokenizer", task=task)
+            raise TaskError(f"task {quoted(task)} needs a host with a tokenizer; set one with model.set_tokenizer(...)")
         if prepend_bos is None:
             prepend_bos = begins_with_bos(model)
         if prepend_bos and model.tokenizer.bos_token_id is None:
-            raise error("tokenizer-without-bos", task=task)
+            raise TaskError(
+                f"task {quoted(task)}: prepend_bos=True, but this tokenizer has no BOS token; pass prepend_bos=False"
+            )
         self.task, self.prepend_bos = task, prepend_bos
         self.tokenizer, self.n_ctx, self.d_vocab = model.tokenizer, int(model.cfg.n_ctx), int(model.cfg.d_vocab)
         self.unknown, self.cautions = UnknownWords(model.tokenizer), Cautions(self)
@@ -66,7 +68,9 @@ class TaskTokenizer:
         try:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         except (TypeError, ValueError) as cause:
-            raise error("text-not-tokenizable", task=self.task, text=str(text)[:60], reason=cause) from None
+            raise TaskError(
+                f"{quoted(self.task)}: this host's tokenizer cannot read {quoted(str(text)[:60])} ({cause})"
+            ) from None
 
     def pieces(self, text: str) -> list[str]:
         return [self.tokenizer.decode([i]) for i in self.ids(text)]
@@ -146,7 +150,7 @@ class Collector:
         metric: Callable[..., Any] | None = None,
     ):
         if on_bad not in ("raise", "drop"):
-            raise error("unknown-on-bad", on_bad=on_bad)
+            raise ValueError(f"on_bad must be 'raise' or 'drop', got {quoted(on_bad)}")
         self.split, self.tokenizer, self.seen, self.on_bad, self.metric = split, tokenizer, seen, on_bad, metric
         self.kept: list[tuple[TaskExample, Tensor, tuple[int, ...], tuple[int, ...], Tensor | None]] = []
         self.dropped: Counter[str] = Counter()
@@ -163,7 +167,7 @@ class Collector:
         except Unusable as why:
             if self.on_bad == "raise":
                 where = f"task {self.tokenizer.task!r}, {self.split} prompt {example.prompt!r}"
-                raise error("unusable-example", location=where, reason=why) from None
+                raise TaskError(f"{where}: {why} (on_bad='drop' leaves such examples out and counts them)") from None
             self.dropped[why.reason] += 1
             return
         self.kept.append((example, *row))
@@ -195,7 +199,9 @@ class Collector:
         dropped = self.dropped + (before or Counter())
         task, name = self.tokenizer.task, self.split
         if not self.kept and not dropped:
-            raise error("task-split-empty", task=task, split=name)
+            raise TaskError(
+                f"task {quoted(task)} has no {name} examples; a task needs at least one prompt in each split"
+            )
         if not self.kept:
             reasons = "; ".join(f"{reason} ({count})" for reason, count in dropped.most_common())
             hint = (
@@ -203,7 +209,7 @@ class Collector:
                 if "not one token" in reasons
                 else ""
             )
-            raise error("task-split-unusable", task=task, split=name, reasons=reasons, hint=hint)
+            raise TaskError(f"task {quoted(task)} has no usable {name} example with this tokenizer: {reasons}{hint}")
         examples, tokens, answers, distractors, corrupt = zip(*self.kept, strict=True)
         return TaskSplit(
             name,
@@ -254,10 +260,17 @@ def _refuse_other_digits(example: TaskExample, tokenizer: TaskTokenizer) -> None
     if example.meta.get("family") == "greater_digit":
         pieces = [piece.strip() for piece in tokenizer.pieces(f" {example.meta['content']}")]
         if [piece for piece in pieces if piece] != list(example.meta["content"]):
-            raise error("digits-kept-together", task=tokenizer.task, year=example.meta["content"], pieces=pieces)
+            raise TaskError(
+                f"task {quoted(tokenizer.task)} asks for the last digit of a year, and this tokenizer does not make a "
+                f"token of each digit ({example.meta['content']} is {pieces}); use greater_than"
+            )
     is_year = example.answers[0] in TWO_DIGITS and all(text in TWO_DIGITS for text in example.distractors)
     if is_year and tokenizer.splits_two_digits is not None:
-        raise error("two-digit-years-split", task=tokenizer.task, example=tokenizer.splits_two_digits)
+        raise TaskError(
+            f"task {quoted(tokenizer.task)} asks which two-digit year comes next, and this tokenizer makes several tokens "
+            f"of two digits ({tokenizer.splits_two_digits}), so no answer is one token. The paper leaves greater-than out "
+            "for Qwen for that reason (app. A.4); use greater_digit, which asks for the last digit"
+        )
 
 
 def _check_year_tokens(example: TaskExample, tokenizer: TaskTokenizer) -> None:

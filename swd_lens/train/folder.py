@@ -23,10 +23,12 @@ from typing import Any
 
 from torch import Tensor
 
-from swd_lens.base.errors import ResumeError, error
+from swd_lens.base.errors import ResumeError, TrainError
 from swd_lens.base.files import naming, write_text
 from swd_lens.base.sealed import (
+    altered,
     hashes_of,
+    missing,
     read_sealed,
     read_tensors,
     readable,
@@ -100,7 +102,10 @@ class TrainingFolder:
             OSError: it cannot be written.
         """
         if processes is None and overwrite and launched():
-            raise error("training-overwrites-when-launched", path=self.path, call=self.call)
+            raise TrainError(
+                f"{self.call} with overwrite=True was started by a launcher in several processes, each of which would "
+                f"start {self.path} again. Remove the folder before, or call {self.call} in one process"
+            )
         if not self.path.is_dir():
             require_writable(self.path, n_bytes)
         if not overwrite and self.check():
@@ -139,19 +144,23 @@ class TrainingFolder:
                 *(name for file in self.result for name in {Path(file).parts[0], Path(file).name}),
             )
             if others := [name for name in foreign if (self.path / name).exists()]:
-                raise error(
-                    "finetune-into-another-folder", path=self.path, others=", ".join(others), run=RUN, call=self.call
+                raise ResumeError(
+                    f"{self.path} holds {', '.join(others)} without {RUN}: it is no folder of {self.call}. Call "
+                    f"{self.call} as then to go on, give another folder, or overwrite=True to start again"
                 ) from None
             return False
         with readable(path, _WHAT, ResumeError):
             recipe, finished, files = dict(run["recipe"]), bool(run["finished"]), dict(run.get("files", {}))
         if changed := differences(recipe, self.recipe, _HASHES):
-            raise error("finetune-another-run", path=self.path, changed="; ".join(changed), call=self.call)
+            raise ResumeError(
+                f"{self.path} holds another run: {'; '.join(changed)}. Call {self.call} as then to go on, give another "
+                "folder, or overwrite=True to start again"
+            )
         if finished:
             require_hashes(self.path, files, _WHAT, ResumeError)
             for name in self.result:  # of earlier versions, which named no files
                 if not (self.path / name).is_file():
-                    raise error("file-gone", raised_as=ResumeError, path=self.path / name, what=_WHAT)
+                    raise ResumeError(missing(self.path / name, _WHAT))
         return finished
 
     def outcome(self) -> dict[str, Any]:
@@ -175,13 +184,15 @@ class TrainingFolder:
             return None
         tensors, header = read_tensors(path, _WHAT, ResumeError)
         if header.get("recipe", self._recipe_digest()) != self._recipe_digest():
-            raise error("file-changed", raised_as=ResumeError, path=path, what=f"{_WHAT} with this recipe")
+            what = f"{_WHAT} with this recipe"
+            raise ResumeError(altered(path, what))
         with readable(path, _WHAT, ResumeError):
             values = json.loads(header["state"])
             self._saved = int(values["step"])
         lines = [line for line in self.lines() if line["step"] <= self._saved]
         if header.get("log") not in (None, hashlib.sha256(_text(lines)).hexdigest()):
-            raise error("file-changed", raised_as=ResumeError, path=self.path / LOG, what=f"the log of {_WHAT}")
+            what = f"the log of {_WHAT}"
+            raise ResumeError(altered(self.path / LOG, what))
         return Checkpoint(path, self._saved, tensors, values, lines)
 
     def kept(self, what: str) -> str:

@@ -30,7 +30,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base.display import card
-from swd_lens.base.errors import brief, error
+from swd_lens.base.errors import AttachError, brief, quoted
 from swd_lens.base.holding import hold
 from swd_lens.base.interrupts import hold_back_interrupts, joint, unparted
 from swd_lens.base.surroundings import claim, in_plain_surroundings
@@ -107,7 +107,9 @@ class Attachment:
                 were changed in place while they were attached, and nothing has said so yet.
         """
         if not self._undo:
-            raise error("detached-twice")
+            raise AttachError(
+                "these factors are not attached (any more); swd_lens.attach(model, factors) attaches them again"
+            )
         self._undo.run()
         self._require_unedited()
 
@@ -133,7 +135,7 @@ class Attachment:
     @unparted
     def __enter__(self) -> "Attachment":
         if not self._undo:
-            raise error("stale-handle")
+            raise AttachError("this attachment was detached; call swd_lens.attach(model, factors) again for a new one")
         return self
 
     @joint
@@ -229,7 +231,10 @@ def detach(model: Any) -> None:
         attachment._require_unedited()
     for site in (*host.sites(), *host.alternatives()):
         if host.is_swapped(site):
-            raise error("attached-in-a-copy", site=site.name)
+            raise AttachError(
+                f"the units at {site.name} came with a copy of a host to which they were attached, and detach knows what "
+                "was attached to a host itself; copy or store the host while it has no units"
+            )
 
 
 @unparted
@@ -268,7 +273,10 @@ def require_free(host: Host, sites: Sequence[Site]) -> None:
         name = attached_at(host, site)
         if name is not None:
             shared = "" if name == site.name else f", which shares weights with {site.name},"
-            raise error("attached-already", name=name, shared=shared)
+            raise AttachError(
+                f"{name}{shared} is attached already; detach it first (a site holds one set of units at a time): "
+                ".detach() of its handle, or swd_lens.detach(model), which needs none"
+            )
 
 
 def attached_at(host: Host, site: Site) -> str | None:
@@ -283,7 +291,7 @@ def require_detached(model: Any, call: str) -> None:
     host = host_of(model)
     for site in (*host.sites(), *host.alternatives()):
         if host.is_swapped(site):
-            raise error("dense-host-attached", call=call, site=site.name)
+            raise AttachError(f"{call} is of the dense host, and units are attached at {site.name}: detach them first")
 
 
 # ---------------------------------------------------------------------------------------------- probe
@@ -325,7 +333,12 @@ def check_probe(units: UnitSet) -> None:
         assert probe is not None
         what, difference = probe.misfit(z, f.write, f.offsets)
         if difference > tolerance:
-            raise error("attached-probe-differs", site=name, what=what, difference=difference, tolerance=tolerance)
+            raise AttachError(
+                f"the probe of {name} fails: on the stored tokens its units give a {what} that is off by {difference:.2g} "
+                f"of its size (allowed {tolerance:g}). The host computes something else than when these factors were "
+                "made: compare model, transformer_lens version and settings (attention, positions, normalization), or "
+                "factorize again"
+            )
 
 
 def _probe_row(units: UnitSet) -> Int[Tensor, "1 pos"]:
@@ -337,7 +350,10 @@ def _probe_row(units: UnitSet) -> Int[Tensor, "1 pos"]:
     ids, cfg = units.provenance["probe_tokens"], units.host.model.cfg
     whole = isinstance(ids, list | tuple) and all(type(token) is int and 0 <= token < cfg.d_vocab for token in ids)
     if not whole or not 1 <= len(ids) <= cfg.n_ctx:
-        raise error("attached-probe-without-tokens", tokens=ids)
+        raise AttachError(
+            f"the probe of these factors was made on tokens that this host cannot run: {quoted(ids)}. Load them from a "
+            "copy, or factorize again"
+        )
     return torch.tensor([ids], dtype=torch.int64)
 
 

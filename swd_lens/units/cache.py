@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens.ActivationCache import ActivationCache
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import AttachError
 from swd_lens.base.holding import own_method
 from swd_lens.hosts import Register
 from swd_lens.hosts.sites import split_name
@@ -120,7 +120,11 @@ def _matrix(site: str, projection: Projection, helper: str, cfg: Any) -> Float[T
 def _require_matrix(site: str, projection: Projection, helper: str) -> UnitProjection:
     """Raises AttachError where the units are an encode/decode pair."""
     if not isinstance(projection, UnitProjection):
-        raise error("helper-without-matrix", helper=helper, site=site)
+        raise AttachError(
+            f"{helper} multiplies by the dense weight of {site}, but in this run units without such a matrix stood there. "
+            "swd.stack_unit_results(cache, factors) gives what the units write; attachment.dense() runs the dense host "
+            "for a moment"
+        )
     return projection
 
 

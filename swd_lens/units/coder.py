@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from swd_lens.base.errors import error, seen
+from swd_lens.base.errors import UnitSourceError, legible, quoted, seen
 
 SIDES = ("input", "output")
 
@@ -94,9 +94,11 @@ class CoderUnits:
     def __post_init__(self) -> None:
         for what, side in (("reads", self.reads), ("writes", self.writes)):
             if side not in SIDES:
-                raise error("unknown-side", name=what, choices=SIDES, side=side)
+                raise UnitSourceError(f"{what} must be one of {SIDES}, got {quoted(side)}")
         if (self.reads, self.writes) == ("output", "input"):
-            raise error("output-to-input")
+            raise UnitSourceError(
+                "units cannot read the site's output and write its input; reads='input' or writes='output'"
+            )
         if self.n_units:  # 0 before a trial has shown the width
             for name in ("edges_per_unit", "valid_units"):
                 self._own(name)
@@ -140,8 +142,9 @@ class CoderUnits:
     def _call(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         device, dtype = place_of(self.coder)
         if device != x.device and device is not None:
-            raise error(
-                "coder-on-another-device", name=self.name, device=device, host_device=x.device, target=str(x.device)
+            raise UnitSourceError(
+                f"{self.name} is on {device}, the host computes on {x.device}; move it first: "
+                f"coder.to({quoted(str(x.device))})"
             )
         return function(x.to(dtype or x.dtype)).to(x.dtype)
 
@@ -190,7 +193,9 @@ class CoderUnits:
             return None
         if not isinstance(own, Tensor) or own.shape != (self.n_units,):
             what = tuple(own.shape) if isinstance(own, Tensor) else type(own).__name__
-            raise error("own-counts-do-not-fit", units=self.name, attribute=name, kind=what, n_units=self.n_units)
+            raise UnitSourceError(
+                f"{self.name}.{name} is {what}; it must be a tensor of one number for each of {self.n_units} units"
+            )
         return own.detach().cpu()
 
     @property
@@ -221,7 +226,10 @@ class CoderUnits:
     def _known(self, width: int) -> int:
         if not width:
             # Not a ValueError: units that lack a width are no `Units` yet.
-            raise error("coder-not-counted-yet", name=self.name, d_in=self.d_in, d_out=self.d_out)
+            raise AttributeError(
+                f"{legible(self.name)} sees one side of its site only, so it cannot be counted yet; as_units(units, site) "
+                f"fills in the other width (now d_in={self.d_in}, d_out={self.d_out})"
+            )
         return width
 
     @seen
@@ -253,13 +261,15 @@ def tried(what: str, function: Callable[[Any], Any], x: Tensor) -> Tensor:
     try:
         result = function(x)
     except Exception as cause:
-        raise error("coder-fails", method=what, dtype=x.dtype, shape=tuple(x.shape), reason=cause) from cause
+        raise UnitSourceError(f"{what} failed on {x.dtype} of shape {tuple(x.shape)}: {cause}") from cause
     if not isinstance(result, Tensor):
-        raise error("coder-gives-no-tensor", method=what, kind=type(result).__name__)
+        raise UnitSourceError(f"{what} gave a {type(result).__name__}, expected one tensor")
     if not result.is_floating_point() or result.is_sparse:
-        raise error("coder-gives-another-kind", method=what, dtype=result.dtype, layout=result.layout)
+        raise UnitSourceError(f"{what} gave {result.dtype} in layout {result.layout}, expected a dense floating tensor")
     if result.device != x.device:
-        raise error("coder-changes-device", method=what, device=x.device, result_device=result.device)
+        raise UnitSourceError(f"{what} took {x.device} and gave {result.device}; keep the device")
     if result.shape[:-1] != x.shape[:-1]:
-        raise error("coder-changes-axes", method=what, shape=tuple(result.shape), input_shape=tuple(x.shape))
+        raise UnitSourceError(
+            f"{what} gave {tuple(result.shape)} for {tuple(x.shape)}; keep the batch and position axes"
+        )
     return result

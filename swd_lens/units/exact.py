@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import quoted
 from swd_lens.base.settings import AUTO
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.solver.automatic import automatic_shrinkage
@@ -169,7 +169,7 @@ def neuron_factors(weight: Float[Tensor, "d_in d_out"], side: str = "input") -> 
     Source: ours (evidence.md, controls).
     """
     if side not in SIDES:
-        raise error("neurons-of-no-side", side=side, sides=" or ".join(map(repr, SIDES)))
+        raise ValueError(f"side={quoted(side)}: units are the coordinates of one side, {' or '.join(map(repr, SIDES))}")
     dense = _finite(weight).float()
     identity = torch.eye(dense.shape[SIDES.index(side)], dtype=torch.float32, device=dense.device)
     read, write = (identity, dense) if side == "input" else (dense, identity)
@@ -180,7 +180,7 @@ def neuron_factors(weight: Float[Tensor, "d_in d_out"], side: str = "input") -> 
 def _finite(weight: Float[Tensor, "d_in d_out"]) -> Float[Tensor, "d_in d_out"]:
     if not bool(torch.isfinite(weight).all()):
         i, j = (~torch.isfinite(weight)).nonzero()[0].tolist()
-        raise error("exact-weight-not-finite", i=i, j=j, value=float(weight[i, j]))
+        raise ValueError(f"weight[{i}, {j}] is {float(weight[i, j])}: every entry must be finite")
     return weight.detach().double()
 
 

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from swd_lens.base.display import card, folded_settings
-from swd_lens.base.errors import brief, error, seen
+from swd_lens.base.errors import AttachError, brief, legible, seen
 from swd_lens.base.marks import Mark, count_nonzeros, lasting
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.units.hub import OnHub
@@ -97,7 +97,12 @@ class Factors:
             AttachError: they were changed in place.
         """
         if self.mark.changed():
-            raise error("factors-edited", site=site or self.provenance.get("site", "these factors"))
+            its_site = site or self.provenance.get("site", "these factors")
+            raise AttachError(
+                f"{its_site}: read, write or offsets were changed in place after these factors were made: their errors, "
+                "their probe and what is attached of them are of the old values. To go on with the new ones, take "
+                "dataclasses.replace(factors), which has neither the old errors nor the old probe, and attach that"
+            )
 
     # ------------------------------------------------------------------ sizes and counts
 
@@ -186,9 +191,15 @@ class Factors:
     def _dense(self, weight: Float[Tensor, "d_in d_out"] | None) -> Float[Tensor, "d_in d_out"]:
         dense = self.weight if weight is None else weight
         if dense is None:
-            raise error("dense-weight-forgotten")
+            raise ValueError(
+                "these Factors do not remember their dense weight (factors loaded from a file never do); pass it: "
+                "factors.relmse(gram, weight=swd_lens.hosts.host_of(model).weight(site))"
+            )
         if weight is None and self._weight_mark.changed():  # type: ignore[attr-defined]
-            raise error("dense-weight-edited", site=self.provenance.get("site", "these factors"))
+            raise ValueError(
+                f"{self.provenance.get('site', 'these factors')}: the dense weight that these factors remember was "
+                "changed in place since they were made; pass the one to compare with: factors.relmse(gram, weight=...)"
+            )
         return dense
 
     # ------------------------------------------------------------------ other
@@ -217,7 +228,10 @@ class Factors:
         """
         matrices = FactorSet.load(folder)
         if len(matrices) != 1:
-            raise error("several-matrices", folder=folder, n_sites=len(matrices), sites=", ".join(matrices))
+            raise ValueError(
+                f"{legible(folder)} holds {len(matrices)} matrices ({', '.join(matrices)}); load them with FactorSet.load "
+                "and take one"
+            )
         return matrices[next(iter(matrices))]
 
     def to(self, device: torch.device | str) -> "Factors":
@@ -308,7 +322,10 @@ class FactorSet(OnHub, _SetBase):
         self._factors: dict[str, Factors | StoredSite] = dict(factors)
         for site, held in self._factors.items():
             if not isinstance(held, Factors | StoredSite):
-                raise error("set-of-no-factors", site=site, kind=type(held).__name__)
+                raise TypeError(
+                    f"{site}: a {type(held).__name__} is no Factors, and a FactorSet holds nothing else; attach and save "
+                    "these units as what they are (LearnedUnits.save), or make Factors(read, write)"
+                )
         self.provenance: dict[str, Any] = dict(provenance or {})
 
     # A glob is a str as well: what it gives is a FactorSet, which types of arguments cannot say.
@@ -414,7 +431,7 @@ class FactorSet(OnHub, _SetBase):
         """Both sets together. Raises ValueError where a site is in both."""
         twice = set(self) & set(other)
         if twice:
-            raise error("site-in-both-sets", sites=", ".join(sorted(twice)))
+            raise ValueError(f"both sets hold factors for {', '.join(sorted(twice))}; drop one of them first")
         provenance = {**other.provenance, **self.provenance}
         # What enters a site of one set may pass the other's: neither probe holds for both together.
         return _set_of(

@@ -18,7 +18,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from swd_lens.base.errors import UnitSourceError, error
+from swd_lens.base.errors import UnitSourceError, legible, quoted
 from swd_lens.base.sealed import open_tensors, readable
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.units.coder import CoderUnits
@@ -60,14 +60,17 @@ def load_coders(path: str | Path, *, layers: Iterable[int] | None = None) -> dic
     """
     path = Path(path)
     if not path.is_dir():
-        raise error("coder-folder-missing", path=path)
+        raise FileNotFoundError(f"there is no {legible(path)}")
     wanted = None if layers is None else set(layers)
     if (path / _CONFIG).is_file():
         coders = _circuit_tracer(path, wanted)
     else:
         folders = sorted(cfg.parent for cfg in path.rglob(_CFG) if (cfg.parent / _WEIGHTS).is_file())
         if not folders:
-            raise error("coder-folder-of-nothing", path=path)
+            raise UnitSourceError(
+                f"{path} holds no coders: neither cfg.json and sae_weights.safetensors (SAELens) nor config.yaml and "
+                "layer_*.safetensors (circuit-tracer), nor folders of the former"
+            )
         coders = ((folder, _saelens(folder, wanted)) for folder in folders)
     units: dict[str, CoderUnits] = {}
     for source, coder in coders:
@@ -75,7 +78,9 @@ def load_coders(path: str | Path, *, layers: Iterable[int] | None = None) -> dic
             continue
         ((site, of_site),) = from_saelens(coder).items()
         if site in units:
-            raise error("coder-folder-site-twice", site=site, path=source, other=units[site].provenance["path"])
+            raise UnitSourceError(
+                f"{source} and {units[site].provenance['path']} both stand at {site}; load them one at a time"
+            )
         provenance = {**of_site.provenance, "source": coder.architecture, "path": str(source)}
         units[site] = replace(of_site, name=f"{coder.architecture} of {source.name}", provenance=provenance)
     return dict(sorted(units.items(), key=lambda item: int(item[0].split(".")[1])))
@@ -102,16 +107,20 @@ def _saelens(folder: Path, layers: set[int] | None) -> LoadedCoder | None:
     activation = cfg.get("activation_fn", "relu")
     if architecture not in ARCHITECTURES or activation not in ("relu", "topk"):
         kind = architecture if architecture not in ARCHITECTURES else f"{architecture} with {activation}"
-        raise error("coder-folder-of-another-architecture", path=path, kind=kind, known=", ".join(ARCHITECTURES))
+        raise UnitSourceError(
+            f"{path}: {kind} cannot be computed here exactly as where it was made; known: {', '.join(ARCHITECTURES)}"
+        )
     if architecture == "topk" and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
-        raise error("coder-folder-without-k", path=path, k=k)
+        raise UnitSourceError(f"{path}: a topk coder needs a whole number k of 1 or more, got {quoted(k)}")
     norm = cfg.get("normalize_activations") or "none"
     transcodes = "transcoder" in architecture
     weights = _tensors(folder / _WEIGHTS, str(cfg.get("dtype", "float32")))
     if "log_threshold" in weights:
         weights["threshold"] = weights.pop("log_threshold").exp()
     if (scaling := weights.pop("scaling_factor", None)) is not None and bool((scaling != 1).any()):
-        raise error("coder-folder-of-another-architecture", path=path, kind="finetuned scaling factors", known="none")
+        raise UnitSourceError(
+            f"{path}: finetuned scaling factors cannot be computed here exactly as where it was made; known: none"
+        )
     own = SimpleNamespace(
         normalize_activations="expected_average_only_in" if norm is True else norm,
         metadata=metadata,
@@ -134,10 +143,15 @@ def _circuit_tracer(folder: Path, layers: set[int] | None) -> Iterable[tuple[Pat
         config = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
     kind = config.get("model_kind", "transcoder_set")
     if kind != "transcoder_set":
-        raise error("coder-folder-across-layers", path=path, kind=kind)
+        raise UnitSourceError(
+            f"{path} is a {kind}: its units write to several layers at once, and units stand at one site; take "
+            "transcoders of single layers (model_kind: transcoder_set)"
+        )
     hooks = [config.get(name) for name in ("feature_input_hook", "feature_output_hook")]
     if not all(isinstance(hook, str) for hook in hooks):
-        raise error("coder-folder-without-hooks", path=path)
+        raise UnitSourceError(
+            f"{path} does not say what its transcoders read and write (feature_input_hook, feature_output_hook)"
+        )
     for layer, file in sorted(_layer_files(folder, config.get("transcoders")).items()):
         if layers is not None and layer not in layers:
             continue
@@ -170,7 +184,10 @@ def _layer_files(folder: Path, listed: Any) -> dict[int, Path]:
     if not listed:
         names = {int(file.stem.removeprefix("layer_")): file for file in folder.glob("layer_*.safetensors")}
         if not names:
-            raise error("coder-folder-of-nothing", path=folder)
+            raise UnitSourceError(
+                f"{folder} holds no coders: neither cfg.json and sae_weights.safetensors (SAELens) nor config.yaml and "
+                "layer_*.safetensors (circuit-tracer), nor folders of the former"
+            )
         return names
     files: dict[int, Path] = {}
     for number, entry in enumerate(listed):
@@ -180,7 +197,10 @@ def _layer_files(folder: Path, listed: Any) -> dict[int, Path]:
         )
         own = folder / f"layer_{layer}.safetensors"
         if str(address).startswith("hf://") and not own.is_file():
-            raise error("coder-folder-on-the-hub", path=folder / _CONFIG, address=address, layer=layer)
+            raise UnitSourceError(
+                f"{folder / _CONFIG} names {address}, which is not on this machine; download it to the folder as "
+                f"layer_{layer}.safetensors"
+            )
         files[int(layer)] = own if own.is_file() else folder / str(address)
     return files
 
@@ -191,9 +211,11 @@ def _layer_files(folder: Path, listed: Any) -> dict[int, Path]:
 def _tensors(path: Path, dtype: str | None) -> dict[str, Tensor]:
     """All tensors of a file, in the dtype that a configuration names (as they are where None)."""
     if not path.is_file():
-        raise error("coder-folder-missing", path=path)
+        raise FileNotFoundError(f"there is no {legible(path)}")
     if path.suffix != ".safetensors":
-        raise error("coder-folder-of-another-architecture", path=path, kind=path.suffix, known=".safetensors")
+        raise UnitSourceError(
+            f"{path}: {path.suffix} cannot be computed here exactly as where it was made; known: .safetensors"
+        )
     file = open_tensors(path, "weights of a coder", UnitSourceError)
     with readable(path, "weights of a coder", UnitSourceError):
         as_type = None if dtype is None else getattr(torch, dtype.removeprefix("torch."))
@@ -212,16 +234,16 @@ def _coder(
     expected = _BASE | set(ARCHITECTURES[architecture])
     if set(weights) != expected:
         missing, unknown = sorted(expected - set(weights)), sorted(set(weights) - expected)
-        raise error("coder-folder-of-other-weights", path=path, kind=architecture, missing=missing, unknown=unknown)
+        raise UnitSourceError(f"{path}: a {architecture} has other weights; missing: {missing}, unknown: {unknown}")
     (d_in, n_units), d_out = tuple(weights["W_enc"].shape), weights["W_dec"].shape[-1]
     shapes = {"W_enc": (d_in, n_units), "W_dec": (n_units, d_out), "b_dec": (d_out,), "W_skip": (d_out, d_in)}
     for name, weight in weights.items():
         if tuple(weight.shape) != shapes.get(name, (n_units,)):
-            raise error("coder-folder-of-other-sizes", path=path, name=name, shape=tuple(weight.shape))
+            raise UnitSourceError(f"{path}: {name} {tuple(weight.shape)} does not fit W_enc and W_dec")
     actual = {"d_in": d_in, "d_sae": n_units, "d_out": d_out}
     for name, size in sizes.items():
         if size is not None and size != actual[name]:
-            raise error("coder-folder-of-other-sizes", path=path, name=name, shape=size)
+            raise UnitSourceError(f"{path}: {name} {size} does not fit W_enc and W_dec")
     cfg.d_in, cfg.d_sae = d_in, n_units
     if transcodes:
         cfg.d_out = d_out

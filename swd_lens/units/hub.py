@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, hf_hub_down
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import error, errors_seen
+from swd_lens.base.errors import FactorFileError, errors_seen, legible, quoted
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.units.index import FORMAT_VERSION, INDEX, entries_in
 
@@ -149,13 +149,18 @@ class OnHub(ModelHubMixin, library_name="swd_lens", tags=["interpretability", "s
         try:
             index = Path(hf_hub_download(model_id, INDEX, revision=revision, force_download=force_download, **where))
         except LocalEntryNotFoundError as cause:
-            raise error("not-on-this-machine", model_id=model_id, reason=cause) from cause
+            raise LocalEntryNotFoundError(
+                f"no factors of {legible(model_id)} on this machine: {legible(cause)}"
+            ) from cause
         except EntryNotFoundError as cause:
-            raise error(
-                "repository-without-factors", model_id=model_id, revision=revision or "main", index=INDEX
+            raise FactorFileError(
+                f"{model_id} (revision {revision or 'main'}) holds no {INDEX}: it is not a repository of factors; give "
+                "one that FactorSet.push_to_hub wrote"
             ) from cause
         except HFValidationError as cause:
-            raise error("neither-folder-nor-repository", model_id=model_id) from cause
+            raise FileNotFoundError(
+                f"{quoted(model_id)} is neither a folder on this machine nor the name of a repository (user/name)"
+            ) from cause
         files = sorted({INDEX} | {entry["file"] for entry in entries_in(index.parent).values()})
         # index lies in snapshots/<commit>: the same commit again, not the branch, which may have moved on.
         folder = snapshot_download(

@@ -18,17 +18,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from swd_lens.base.errors import FactorFileError, error
+from swd_lens.base.errors import FactorFileError, legible, quoted
 from swd_lens.base.files import sha256, write_text
-from swd_lens.base.sealed import (
-    SEAL,
-    read_json,
-    read_tensors,
-    readable,
-    seal,
-    tensor_digest,
-    unseal,
-)
+from swd_lens.base.sealed import SEAL, altered, read_json, read_tensors, readable, seal, tensor_digest, unseal
 from swd_lens.base.writer import require_writable_file, writing
 from swd_lens.units.storage import OUR_NAME, UNNAMED, StoredSite
 from swd_lens.units.storage import WHAT as FILE
@@ -167,11 +159,16 @@ def _opened(folder: Path, described: Mapping[str, Any]) -> tuple[dict[str, Any],
     for site, entry in described["sites"].items():
         file = folder / entry["file"]
         if not file.is_file():
-            raise error("missing-file", file=file, site=site)
+            raise FactorFileError(
+                f"{file}, the factors of {site}, is missing; copy the folder again, or factorize again"
+            )
         if file not in hashes:
             hashes[file] = sha256(file)
         if hashes[file] != entry["sha256"]:
-            raise error("exchanged-file", file=file, index=INDEX)
+            raise FactorFileError(
+                f"{file} is not the file that {INDEX} was written with (cut short, damaged or exchanged); "
+                "copy the folder again, or factorize again"
+            )
         sites[site] = StoredSite(folder, site, entry)
     return described["provenance"], sites
 
@@ -195,27 +192,26 @@ def _parse(folder: Path, warn: bool = True) -> dict[str, Any]:
     """The checked index: {"provenance": ..., "sites": {site: entry}}. warn: of an index that has no hash."""
     path = folder / INDEX
     if not path.exists():
-        raise error("no-factors-there", folder=folder, index=INDEX)
+        raise FileNotFoundError(f"{legible(folder)} holds no {INDEX}; give the folder that FactorSet.save wrote")
     described = read_json(path, WHAT, FactorFileError)
     version = described.get("format") if isinstance(described, dict) else None
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:  # True is no version
         newer = isinstance(version, int) and version > FORMAT_VERSION
-        raise error(
-            "unknown-format",
-            folder=folder,
-            version=version,
-            known=FORMAT_VERSION,
-            advice="update swd_lens" if newer else "factorize again",
+        advice = "update swd_lens" if newer else "factorize again"
+        raise FactorFileError(
+            f"{folder} is of factor format {version}, this swd_lens reads 1 to {FORMAT_VERSION}; {advice}"
         )
     if version >= _SEALED_FROM and SEAL not in described:
-        raise error("file-changed", raised_as=FactorFileError, path=path, what=WHAT)
+        raise FactorFileError(altered(path, WHAT))
     if warn or SEAL in described:
         described = unseal(described, path, WHAT, FactorFileError)
     if version == 1:
         described = _from_format_1(described)
     for key in ("provenance", "sites"):
         if not isinstance(described.get(key), dict):
-            raise error("index-without-part", path=path, key=key)
+            raise FactorFileError(
+                f"{path} is damaged: it has no {quoted(key)}; copy the folder again, or factorize again"
+            )
     for site, entry in described["sites"].items():
         _check_entry(path, site, entry)
     return described
@@ -237,6 +233,11 @@ def _check_entry(path: Path, site: str, entry: Any) -> None:
     for key, kind in _ENTRY.items():
         value = entry.get(key) if isinstance(entry, dict) else None
         if type(value) is not kind or (isinstance(value, int) and value < 1):  # True is no number
-            raise error("index-with-wrong-entry", path=path, key=key, site=site, value=value)
+            raise FactorFileError(
+                f"{path} is damaged: {quoted(key)} of {site} is {quoted(value)}; copy the folder again, or factorize again"
+            )
     if Path(entry["file"]).name != entry["file"]:
-        raise error("file-elsewhere", path=path, site=site, file=entry["file"])
+        raise FactorFileError(
+            f"{path} is damaged: the file of {site}, {quoted(entry['file'])}, is not in this folder; "
+            "copy the folder again, or factorize again"
+        )

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import quoted
 from swd_lens.base.marks import count_nonzeros
 
 KERNELS = ("auto", "dense", "sparse")
@@ -73,7 +73,7 @@ class FactorProduct(nn.Module):
         """
         super().__init__()
         if kernel not in KERNELS:
-            raise error("unknown-kernel", kernel=kernel, choices=", ".join(map(repr, KERNELS)))
+            raise ValueError(f"kernel={quoted(kernel)}: choose one of {', '.join(map(repr, KERNELS))}")
         self.kernel = choose(factor, n_nonzeros) if kernel == "auto" else kernel
         self.register_buffer("factor", factor.detach(), persistent=False)
         if self.kernel == "sparse":

@@ -13,7 +13,7 @@ from typing import Any, SupportsInt, TypeGuard
 
 import pandas as pd
 
-from swd_lens.base.errors import UnknownSiteError, error
+from swd_lens.base.errors import UnknownSiteError, legible, quoted
 from swd_lens.hosts.sites import KINDS, Site, is_site_name, matches, parse_unit, select_sites, split_name
 
 _HOOK = re.compile(r"^(?:blocks\.(\d+)\.)?hook_(\w+)_unit$|^(\w+)_unit$")
@@ -43,18 +43,25 @@ def sites_of_key(key: Any, available: Mapping[str, tuple[int, int]]) -> list[str
     sites = [Site(*split_name(name), *shape) for name, shape in available.items() if is_site_name(name)]
     listed = [key] if isinstance(key, str | Site) or _is_layer_pair(key) else key
     if not isinstance(listed, Iterable):
-        raise error("not-a-key-of-a-set", key=key)
+        raise KeyError(
+            f'{quoted(key)} is no key of a FactorSet; give "blocks.2.mlp_out", ("mlp_out", 2), a glob or a list of '
+            "such names"
+        )
     patterns = [_pattern(each) for each in listed]
     if not all(isinstance(pattern, str) for pattern in patterns) or not patterns:
-        raise error("not-a-key-of-a-set", key=key)
+        raise KeyError(
+            f'{quoted(key)} is no key of a FactorSet; give "blocks.2.mlp_out", ("mlp_out", 2), a glob or a list of '
+            "such names"
+        )
     try:
         return [site.name for site in select_sites(sites, patterns)]
     except UnknownSiteError:
         missing = next((p for p in patterns if not any(matches(site, p) for site in sites)), patterns[0])
         names = list(available)
         nearest = difflib.get_close_matches(missing, names, n=4, cutoff=0.3) or names[:4]
-        raise error(
-            "site-not-in-set", site=missing, n_sites=len(names), nearest=", ".join(nearest) or "nothing"
+        raise KeyError(
+            f"no factors for site {quoted(missing)} among this set's {len(names)} sites. Nearest: "
+            f"{legible(', '.join(nearest) or 'nothing')}"
         ) from None
 
 
@@ -104,10 +111,16 @@ def read_unit(given: Any, sites: Collection[str] = ()) -> tuple[str, int]:
         return _known_site(name, sites) or name, int(given[1])
     if _is_whole(given) or (isinstance(given, str) and given.isdecimal()):
         if len(sites) != 1:
-            raise error("unit-without-a-site", unit=given, sites=_listed(sites))
+            raise ValueError(
+                f"unit {quoted(given)} does not say of which site; there are {_listed(sites)}. Give (site, "
+                f'{legible(given)}) or "site/{legible(given)}"'
+            )
         return next(iter(sites)), int(given)
     if not isinstance(given, str):
-        raise error("not-a-unit", unit=given)
+        raise ValueError(
+            f'{quoted(given)} is no unit; a unit is "blocks.8.mlp_out/205", ("blocks.8.mlp_out", 205), or a row of a '
+            'table with a column "unit"'
+        )
     name, slash, index = given.rpartition("/")
     if slash and index.isdecimal() and (site := _known_site(name, sites)) is not None:
         return site, int(index)
@@ -132,7 +145,10 @@ def single_units(given: Any) -> list[Any]:
         return [given]
     given = getattr(given, "units", given)
     if not isinstance(given, Iterable):
-        raise error("not-a-unit", unit=given)
+        raise ValueError(
+            f'{quoted(given)} is no unit; a unit is "blocks.8.mlp_out/205", ("blocks.8.mlp_out", 205), or a row of a '
+            'table with a column "unit"'
+        )
     return list(given)
 
 

@@ -29,7 +29,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import AttachError
 from swd_lens.base.marks import checksum
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.sites import PACKED, RESIDUAL_MATRICES, Site
@@ -129,8 +129,9 @@ def check_units(host: Host, site: Site, f: Units) -> None:
         AttachError: see the module's docstring.
     """
     if (f.d_in, f.d_out) != (site.d_in, site.d_out):
-        raise error(
-            "other-shapes", site=site.name, d_in=f.d_in, d_out=f.d_out, host_d_in=site.d_in, host_d_out=site.d_out
+        raise AttachError(
+            f"factors for {site.name} are ({f.d_in}, {f.d_out}), the host's matrix is ({site.d_in}, {site.d_out}): they "
+            "belong to another model"
         )
     check_weights(host, site, f)
 
@@ -153,11 +154,21 @@ def _check_needs(host: Host, site: Site, provenance: Mapping[str, Any]) -> None:
     cfg, folded = host.model.cfg, host.processing()["fold_ln"]
     if provenance.get("needs_folded_ln", folded) != folded:
         needed = provenance["needs_folded_ln"]
-        raise error("needs-fold-ln", site=site.name, side="before" if needed else "after", folded=folded, needed=needed)
+        side = "before" if needed else "after"
+        raise AttachError(
+            f"{site.name}: these units read the LayerNorm's output {side} its weight and bias, this host has "
+            f"fold_ln={folded}; load it with fold_ln={needed}"
+        )
     if provenance.get("needs_ungated_mlp") and getattr(cfg, "gated_mlp", False):
-        raise error("needs-ungated-mlp", site=site.name, hook=provenance.get("hook_name"))
+        raise AttachError(
+            f"{site.name}: these units were trained on {provenance.get('hook_name')}, which is the gate's output in a "
+            "gated MLP like this host's; they belong to a model without a gate"
+        )
     if provenance.get("needs_no_post_norm") and getattr(cfg, "use_normalization_before_and_after", False):
-        raise error("needs-no-post-norm", site=site.name, hook=provenance.get("hook_name"))
+        raise AttachError(
+            f"{site.name}: these units were trained on {provenance.get('hook_name')}, which this host normalizes once "
+            "more before it is written (use_normalization_before_and_after); they belong to a model without that norm"
+        )
 
 
 def _difference(host: Host, site: Site, f: Units) -> Exception:
@@ -167,16 +178,18 @@ def _difference(host: Host, site: Site, f: Units) -> Exception:
     again = "factorize" if isinstance(f, Factors) else "train them on"
     if changed:
         was, has = (", ".join(f"{key}={flags[key]}" for key in changed) for flags in (recorded, present))
-        return error(
-            "other-processing",
-            site=site.name,
-            made_with=was,
-            host_has=has,
-            advice="Move them exactly with factors.transport(model), or load" if isinstance(f, Factors) else "Load",
+        advice = "Move them exactly with factors.transport(model), or load" if isinstance(f, Factors) else "Load"
+        return AttachError(
+            f"the factors of {site.name} were made under another weight processing: they were made with {was}, this host "
+            f"has {has}. {advice} the host as it was then (HookedTransformer.from_pretrained_no_processing, or a bridge "
+            "without enable_compatibility_mode, is no processing)"
         )
     if f.provenance.get("dtype") not in (None, dtype_of(host)):
-        return error(
-            "other-dtype", site=site.name, dtype=f.provenance["dtype"], host_dtype=dtype_of(host), advice=again
+        dtype = f.provenance["dtype"]
+        return AttachError(
+            f"the factors of {site.name} were made from another W than this host has now: they were made in {dtype}, this "
+            f"host is {dtype_of(host)}, and its W is not theirs rounded to {dtype_of(host)}. Load the host in {dtype}, or "
+            f"{again} this one"
         )
     difference = (
         f"; relative Frobenius error of the factors against its W: {f.relative_frobenius(host.weight(site)):.3f}"
@@ -185,7 +198,11 @@ def _difference(host: Host, site: Site, f: Units) -> Exception:
     )
     model = f.provenance.get("model")
     whose = f" (they are of {model!r}, this host is {str(host.model.cfg.model_name)!r})" if model else ""
-    return error("other-checkpoint", site=site.name, models=whose, misfit=difference, advice=again)
+    return AttachError(
+        f"the factors of {site.name} were made from another W than this host has now, under the same weight "
+        f"processing{whose}{difference}. The usual cause is another checkpoint or further training; attach them to the "
+        f"model they were made from, or {again} this one"
+    )
 
 
 # Of sketches: float32 weights through a float32 product of norms agree to 1e-6; another checkpoint is off by order one.
@@ -224,22 +241,19 @@ def _moved(host: Host, site: Site, f: Factors) -> Factors:
         return f if f.provenance.get("processing") == host.processing() else replace(f, provenance=provenance)
     present = origin_of(host, site, weight)
     if origin is None or present is None:
-        raise error(
-            "not-transportable",
-            site=site.name,
-            reason=(
-                "they carry no origin (made by solve, by an older version, or where nothing folds)"
-                if origin is None
-                else ""
-            )
-            + (" and " if origin is None and present is None else "")
-            + ("this host has no foldable normalization in front of it" if present is None else ""),
+        reasons = ["they carry no origin (made by solve, by an older version, or where nothing folds)"] * (
+            origin is None
         )
+        reasons += ["this host has no foldable normalization in front of it"] * (present is None)
+        reason = " and ".join(reasons)
+        raise AttachError(f"{site.name}: these factors cannot be transported: {reason}; factorize this host")
     _check_same_origin(site, origin, present)
     ones = torch.ones(f.d_in, dtype=torch.float64)
     old, new = (ones if o.scale is None else o.scale.double() for o in (origin, present))
     if bool((new == 0).any()):
-        raise error("transport-through-zero", site=site.name)
+        raise AttachError(
+            f"{site.name}: this host's normalization has a weight of exactly 0, so nothing leads back; factorize this host"
+        )
     ratio = old / new
     constant = _or_zeros(origin.shift, f.d_in) - ratio * _or_zeros(present.shift, f.d_in)
     read = f.read.detach().cpu()
@@ -271,7 +285,11 @@ def _check_same_origin(site: Site, old: Origin, new: Origin) -> None:
         now = new.right if new.scale is None else new.scale * new.right
     errors = [float((a - b).norm() / b.norm()) for a, b in ((now, before), (now - now.mean(), before - before.mean()))]
     if min(errors) > _TOLERANCE:
-        raise error("transport-elsewhere", site=site.name, difference=min(errors), tolerance=_TOLERANCE)
+        raise AttachError(
+            f"the factors of {site.name} do not lead to this host's W: a sketch of it differs by {min(errors):.2g} of its "
+            f"size (allowed {_TOLERANCE:g}), with and without centring. It is another checkpoint, or was trained further: "
+            "factorize it"
+        )
 
 
 def _or_zeros(vector: Tensor | None, length: int) -> Float[Tensor, " length"]:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 
 # Rows of W that `sketch` and `Probe.of` turn into float64 at a time, in entries: no second matrix of W's size.
 _TILE = 2**22
@@ -96,14 +96,16 @@ class Probe:
             ValueError: k is less than 1, or h gives a z or y that is not finite.
         """
         if k < 1:
-            raise error("probe-of-no-units", k=k)
+            raise ValueError(f"a probe looks at k={k} units; give 1 or more")
         h = h.detach().to("cpu", torch.float32)
         z = _z(h, read, offsets)
         y = _product(z, write)
         y = y if offsets is None else y + offsets.out.detach().cpu().double()
         for what, values in (("z of unit", z), ("y of output", y)):
             if not bool(values.isfinite().all()):
-                raise error("probe-not-finite", what=what, index=int((~values.isfinite()).nonzero()[0]))
+                raise ValueError(
+                    f"the probe's {what} {int((~values.isfinite()).nonzero()[0])} is not finite; give another input"
+                )
         units, outputs = (v.abs().argsort(descending=True, stable=True)[:k] for v in (z, y))
         return cls(h.clone(), units, z[units].float(), outputs, y[outputs].float())
 
@@ -245,7 +247,7 @@ def from_tensors(named: Mapping[str, Tensor], d_in: int, units: int, d_out: int)
     """
     known = {f"{part}.{field.name}" for part, kind in _PARTS.items() for field in fields(kind)}
     if unknown := sorted(set(named) - known):
-        raise error("passport-unknown-entries", entries=", ".join(unknown))
+        raise ValueError(f"{legible(', '.join(unknown))} is nothing that this swd_lens knows")
     sizes = {"d_in": d_in, "units": units, "d_out": d_out}
     for name, tensor in named.items():
         _check(name, tensor, sizes)
@@ -255,7 +257,7 @@ def from_tensors(named: Mapping[str, Tensor], d_in: int, units: int, d_out: int)
         if not any(name in named for name in names.values()):
             continue
         if missing := [name for name in names.values() if name not in named and name not in _OPTIONAL]:
-            raise error("passport-entries-missing", entries=", ".join(missing))
+            raise ValueError(f"{legible(', '.join(missing))} is missing")
         if part == "probe":
             _check_indices(named, "units", "z", units)
             if not named.keys().isdisjoint({"probe.outputs", "probe.y"}):
@@ -267,28 +269,24 @@ def from_tensors(named: Mapping[str, Tensor], d_in: int, units: int, d_out: int)
 def _check(name: str, tensor: Tensor, sizes: Mapping[str, int]) -> None:
     wanted = torch.int64 if name in _INDICES else torch.float32
     if tensor.ndim != 1 or tensor.dtype != wanted:
-        raise error("passport-not-a-vector", name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), expected=wanted)
+        raise ValueError(
+            f"{legible(name)} is {tensor.dtype} of shape {tuple(tensor.shape)}; it should be a vector of {wanted}"
+        )
     if name in _LENGTHS and len(tensor) != sizes[_LENGTHS[name]]:
-        raise error(
-            "passport-of-another-length",
-            name=name,
-            n_values=len(tensor),
-            side=_LENGTHS[name],
-            size=sizes[_LENGTHS[name]],
+        raise ValueError(
+            f"{legible(name)} has {len(tensor)} values, the factors' {_LENGTHS[name]} is {sizes[_LENGTHS[name]]}"
         )
     if not bool(tensor.isfinite().all()):
         index = int((~tensor.isfinite()).nonzero()[0])
-        raise error("passport-not-finite", name=name, index=index, value=tensor[index].item())
+        raise ValueError(f"{legible(name)}[{index}] is {tensor[index].item()}")
 
 
 def _check_indices(named: Mapping[str, Tensor], which: str, values: str, size: int) -> None:
     """Of a probe: as many values as indices, and every index inside."""
     if missing := [name for name in (f"probe.{which}", f"probe.{values}") if name not in named]:
-        raise error("passport-entries-missing", entries=", ".join(missing))
+        raise ValueError(f"{legible(', '.join(missing))} is missing")
     indices, n_values = named[f"probe.{which}"], len(named[f"probe.{values}"])
     if len(indices) != n_values or not n_values:
-        raise error(
-            "passport-probe-lengths-differ", which=which, n_indices=len(indices), n_values=n_values, values=values
-        )
+        raise ValueError(f"probe.{which} has {len(indices)} indices for {n_values} values of probe.{legible(values)}")
     if outside := [index for index in indices.tolist() if not 0 <= index < size]:
-        raise error("passport-probe-index-outside", which=which, index=outside[0], size=size)
+        raise ValueError(f"probe.{which} names number {outside[0]}; the factors have {size}")

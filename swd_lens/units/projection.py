@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from swd_lens.base.errors import error, warning
+from swd_lens.base.errors import AttachError, SiteDidNotRunWarning, legible
 from swd_lens.base.interrupts import Push, unparted
 from swd_lens.base.marks import Mark, count_nonzeros
 from swd_lens.hosts import Host
@@ -71,9 +71,16 @@ class Watch:
     def _require(self, weight_holds: bool, factors_hold: bool) -> None:
         self.reported = self.reported or not (weight_holds and factors_hold)
         if not weight_holds:
-            raise error("weight-edited-while-attached", site=self.site.name)
+            raise AttachError(
+                f"{self.site.name}: the host's matrix was changed while units are attached to it, and they stand for the "
+                "matrix that it was. Detach, change it, then factorize again (or transport the factors) and attach those"
+            )
         if not factors_hold:
-            raise error("factors-edited", site=self.site.name)
+            raise AttachError(
+                f"{self.site.name}: read, write or offsets were changed in place after these factors were made: their "
+                "errors, their probe and what is attached of them are of the old values. To go on with the new ones, "
+                "take dataclasses.replace(factors), which has neither the old errors nor the old probe, and attach that"
+            )
 
 
 class UnitHookPoint(HookPoint):
@@ -153,12 +160,11 @@ class Projection(nn.Module):
 
     def _shape_changed(self, z: Tensor, left: Any) -> Exception:
         """Such a z would be broadcast, or end in an error somewhere later in the host."""
-        return error(
-            "unit-hook-changed-shape",
-            point=self.hook.name,
-            hooks=", ".join(map(name_of, hooks_of(self.hook))),
-            shape=tuple(z.shape),
-            left=tuple(left.shape) if isinstance(left, Tensor) else type(left).__name__,
+        its_left = tuple(left.shape) if isinstance(left, Tensor) else type(left).__name__
+        return ValueError(
+            f"a hook on {legible(self.hook.name)} ({legible(', '.join(map(name_of, hooks_of(self.hook))))}) returned "
+            f"{its_left} for a z of {tuple(z.shape)}. Return a z of the same shape, (batch, pos, unit), or nothing; "
+            "z.expand or z.repeat makes it one"
         )
 
 
@@ -288,7 +294,14 @@ class _End(_Begin):
     def __call__(self, block: nn.Module, args: Any, output: Any = None) -> None:
         idle = [name for name, projection in self.projections.items() if not projection.ran]
         if idle:
-            warnings.warn(warning("site-did-not-run", sites=", ".join(idle)), stacklevel=2)
+            warnings.warn(
+                SiteDidNotRunWarning(
+                    f"{', '.join(idle)}: attached, but did not run in this forward; its output was computed without the "
+                    "units, and hooks on z did not fire. Something replaced the module or goes round it; detach, and attach "
+                    "again"
+                ),
+                stacklevel=2,
+            )
 
 
 def watch_block(block: nn.Module, projections: Mapping[str, Projection], push: Push) -> None:

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens.utilities import Slice
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import UnitSourceError, legible, quoted
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import host_of
 from swd_lens.hosts.families import facts_of
@@ -84,7 +84,10 @@ def stack_unit_results(
     """
     model = getattr(cache, "model", None)
     if model is None or not hasattr(cache, "apply_ln_to_stack"):
-        raise error("results-without-a-cache", kind=type(cache).__name__)
+        raise ValueError(
+            "stack_unit_results takes the ActivationCache of model.run_with_cache(...), with units attached, not a "
+            f"{type(cache).__name__}"
+        )
     of = UnitSet.of(model, factors)
     layer = len(model.blocks) if layer is None or layer == -1 else layer
     chosen = _chosen_units(of, units, layer)
@@ -104,9 +107,14 @@ def _chosen_units(of: UnitSet, units: Any, layer: int) -> list[tuple[str, list[i
     """Runs of units of one site, in the order that was asked for."""
     for site in of.sites:
         if site.kind not in WRITES_RESIDUAL:
-            raise error("results-of-a-reader", site=site.name)
+            raise UnitSourceError(
+                f"{site.name} does not write to the residual stream, so its units add nothing to it; give the sites that "
+                'do, as factors["mlp_out"] or factors[["mlp_out", "attn_o"]]'
+            )
         if not _writes_output(of, site.name):
-            raise error("results-without-write-vectors", site=site.name)
+            raise UnitSourceError(
+                f"the units of {site.name} show no write vectors at the site's output, so that what each adds is not known"
+            )
     before = [site for site in of.sites if site.layer < layer]
     if units is None:
         return [(site.name, list(range(of[site.name].n_units))) for site in before]
@@ -114,7 +122,8 @@ def _chosen_units(of: UnitSet, units: Any, layer: int) -> list[tuple[str, list[i
     for site, index in read_units(units, of.sizes):
         if site not in of or not 0 <= index < of[site].n_units:
             has = ", ".join(f"{name} (0 to {n - 1})" for name, n in of.sizes.items())
-            raise error("no-such-unit", unit=f"{site}/{index}", sites=has)
+            unit = f"{site}/{index}"
+            raise ValueError(f"unit {legible(unit)} is not among these factors' units: {has}")
         if split_name(site)[0] >= layer:
             continue
         if not chosen or chosen[-1][0] != site:
@@ -132,10 +141,16 @@ def _results(cache: Any, of: UnitSet, site: str, indices: list[int], positions: 
     """(unit, batch, pos, d_model) of some units of one site."""
     name = hook_name(site)
     if name not in cache.cache_dict:
-        raise error("cache-without-units", site=site, hook=name)
+        raise ValueError(
+            f"the cache holds no {legible(name)}: run with these factors attached, `with swd.attach(model, factors): "
+            f"model.run_with_cache(...)`, and without a names_filter that leaves it out ({site})"
+        )
     z = cache.cache_dict[name]
     if z.shape[-1] != of[site].n_units:
-        raise error("cache-of-other-units", site=site, width=z.shape[-1], n_units=of[site].n_units)
+        raise ValueError(
+            f"the cache has {z.shape[-1]} units at {site}, these factors {of[site].n_units}; give the factors that were "
+            "attached"
+        )
     write = of.write_vectors(site)
     assert write is not None
     z = positions.apply(z, dim=-2)
@@ -153,7 +168,10 @@ def _held_in(cache: Any, of: UnitSet, site: str, positions: Any) -> HeldNorm | N
         return None
     name = norm.hook_scale.name
     if name not in cache.cache_dict:
-        raise error("cache-without-scales", site=site, hook=name)
+        raise UnitSourceError(
+            f"{site} writes to the residual stream through a norm, and the cache has no {name}, the norm's scales in that "
+            "run"
+        )
     inverse = 1 / positions.apply(cache.cache_dict[name].float(), dim=-2)[..., 0]
     return HeldNorm(facts_of(of.host.model).norm == "layer", of.host.norm_weight(norm), inverse)
 
@@ -198,36 +216,48 @@ def direction_of(direction: Any, model: Any = None, tokens_as: str = "unembeddin
         UnitSourceError: tokens without a model, a text that is not one token, or something else.
     """
     if tokens_as not in TOKENS_AS:
-        raise error("direction-setting", name="tokens_as", value=tokens_as, choices=" or ".join(TOKENS_AS))
+        raise UnitSourceError(f"tokens_as={quoted(tokens_as)}: give {' or '.join(TOKENS_AS)}")
     if isinstance(direction, Tensor) and direction.is_floating_point():
         if direction.ndim != 1 or not bool(direction.isfinite().all()) or not bool(direction.any()):
-            raise error("not-a-direction", shape=tuple(direction.shape))
+            raise UnitSourceError(
+                "a direction is a finite (d_model,) vector that is not zero, or two different tokens; got shape "
+                f"{tuple(direction.shape)}"
+            )
         return direction.detach().float().cpu()
     tokens: list[Any] = list(direction) if isinstance(direction, tuple | list) else [direction]
     if len(tokens) not in (1, 2) or not all(isinstance(t, str | int) and not isinstance(t, bool) for t in tokens):
-        raise error("direction-of-another-kind", direction=direction)
+        raise UnitSourceError(
+            f"{quoted(direction)} is no direction; give a (d_model,) tensor, a token as text or id, or a pair of tokens"
+        )
     if model is None:
-        raise error("direction-without-a-model", direction=direction)
+        raise UnitSourceError(
+            f"the direction {quoted(direction)} is of tokens; say whose: factors.writers({quoted(direction)}, model)"
+        )
     ids = [_token_id(model, token) for token in tokens]
     vectors = _unembedded(model) if tokens_as == "unembedding" else model.W_E.detach().float().cpu()
     first = vectors[ids[0]]
     difference = first if len(ids) == 1 else first - vectors[ids[1]]
     if not bool(difference.any()):
-        raise error("not-a-direction", shape=tuple(difference.shape))
+        raise UnitSourceError(
+            "a direction is a finite (d_model,) vector that is not zero, or two different tokens; got shape "
+            f"{tuple(difference.shape)}"
+        )
     return difference
 
 
 def _token_id(model: Any, token: str | int) -> int:
     if isinstance(token, int):
         if not 0 <= token < int(model.cfg.d_vocab):
-            raise error("direction-of-no-token", reason=f"id {token} is outside 0 to {int(model.cfg.d_vocab) - 1}")
+            reason = f"id {token} is outside 0 to {int(model.cfg.d_vocab) - 1}"
+            raise UnitSourceError(f"the direction cannot be made of this token: {reason}")
         return token
     if model.tokenizer is None:
-        raise error("direction-of-no-token", reason=f"{token!r}: this host has no tokenizer, give token ids")
+        reason = f"{token!r}: this host has no tokenizer, give token ids"
+        raise UnitSourceError(f"the direction cannot be made of this token: {reason}")
     try:
         return TaskTokenizer("direction", model, False).single(token, "a direction's token")
     except Unusable as why:
-        raise error("direction-of-no-token", reason=why) from None
+        raise UnitSourceError(f"the direction cannot be made of this token: {why}") from None
 
 
 def _unembedded(model: Any) -> Float[Tensor, "vocab d_model"]:
@@ -246,12 +276,9 @@ def _on_the_stream(factors: Mapping[str, Factors], kinds: Iterable[str], does: s
     fitting = [site for site, kind in named.items() if kind in kinds]
     if not fitting:
         preposition = "to" if does == "write" else "from"
-        raise error(
-            "nothing-on-the-stream",
-            does=does,
-            preposition=preposition,
-            sites=", ".join(factors),
-            kinds=", ".join(kinds),
+        raise UnitSourceError(
+            f"none of these sites {does}s {preposition} the residual stream: {', '.join(factors)}; those that do are of "
+            f"the kinds {', '.join(kinds)}"
         )
     return [(site, factors[site]) for site in fitting]
 
@@ -264,13 +291,15 @@ def _ranked(
     by: str,
 ) -> pd.DataFrame:
     if by not in RANKED_BY:
-        raise error("direction-setting", name="by", value=by, choices=" or ".join(RANKED_BY))
+        raise UnitSourceError(f"by={quoted(by)}: give {' or '.join(RANKED_BY)}")
     if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-        raise error("direction-setting", name="n", value=n, choices="a whole number of at least 1, or None for all")
+        raise UnitSourceError(f"n={quoted(n)}: give a whole number of at least 1, or None for all")
     tables = []
     for site, of_site in vectors.items():
         if of_site.shape[1] != len(direction):
-            raise error("direction-of-another-width", width=len(direction), site=site, d_model=of_site.shape[1])
+            raise UnitSourceError(
+                f"the direction has {len(direction)} entries, the residual stream at {site} {of_site.shape[1]}"
+            )
         dot, norm = of_site @ direction, of_site.norm(dim=1)
         cosine = dot / (norm * direction.norm()).clamp_min(1e-30)
         alive = factors[site].valid_units.cpu().nonzero()[:, 0].tolist()

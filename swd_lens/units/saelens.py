@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import UnitSourceError, quoted
 from swd_lens.units.coder import CoderUnits, has_pair, place_of, tried
 
 # Hook below blocks.{L} that an SAE stands on -> (kind of site, reads, writes). An SAE on a matrix' output takes and gives
@@ -85,7 +85,7 @@ def from_saelens(sae: Any) -> dict[str, CoderUnits]:
             decode(encode(x)); units that depend on other positions.
     """
     if not is_saelens(sae):
-        raise error("not-saelens", kind=type(sae).__name__)
+        raise UnitSourceError(f"{type(sae).__name__} is no SAELens object: it needs encode, decode and cfg.d_sae")
     name, cfg = type(sae).__name__, sae.cfg
     _refuse_wrong(sae, name)
     layer, hooks, (kind, reads, writes) = _stands_on(sae, name)
@@ -125,32 +125,55 @@ def is_saelens(source: Any) -> bool:
 def _refuse_wrong(sae: Any, name: str) -> None:
     """Refuse what would run and be wrong."""
     if callable(getattr(sae, "training_forward_pass", None)):
-        raise error("saelens-training", name=name)
+        raise UnitSourceError(
+            f"{name} is a training SAE: its norm may not be folded yet, and a batch top-k looks at other tokens. Save it "
+            "with save_inference_model(path) and load it with SAE.load_from_disk(path)"
+        )
     if _norm(sae) not in _NORMS_AT_RUN_TIME:
-        raise error("saelens-norm", name=name, norm=_norm(sae))
+        raise UnitSourceError(
+            f"{name} was trained with normalize_activations={quoted(_norm(sae))}, which is not folded into its weights: "
+            "encode would see activations at another scale. Fold it (sae.fold_activation_norm_scaling_factor(factor), or "
+            "sae.fold_activation_whitening(...)), then pass it again"
+        )
     if getattr(sae, "hook_z_reshaping_mode", False):
-        raise error("saelens-heads", name=name)
+        raise UnitSourceError(
+            f"{name} takes z as (..., head, d_head), attn_o's input is flat; call "
+            "sae.turn_off_forward_pass_hook_z_reshaping() first"
+        )
     if getattr(sae, "use_error_term", False):
-        raise error("saelens-error-term", name=name)
+        raise UnitSourceError(
+            f"{name} has use_error_term on, which adds back what its units miss: the host would compute as if there were "
+            "no units. Set sae.use_error_term = False"
+        )
     skip = getattr(sae, "W_skip", None)
     if isinstance(skip, Tensor) and bool((skip != 0).any()):
-        raise error("saelens-skip", name=name, shape=tuple(skip.shape))
+        raise UnitSourceError(
+            f"{name} has a skip connection W_skip {tuple(skip.shape)} that is not zero: part of its output passes no "
+            "unit, so no circuit of units could be its whole. Use a transcoder without skip"
+        )
     for key in ("hook_head_index", "hook_head_index_out"):
         if _meta(sae, key) is not None:
-            raise error("saelens-one-head", name=name, key=key, head=_meta(sae, key))
+            raise UnitSourceError(f"{name} is of one attention head ({key}={_meta(sae, key)}); a site holds all heads")
 
 
 def _stands_on(sae: Any, name: str) -> tuple[int, tuple[str, ...], tuple[str, str, str]]:
     """(layer, hooks read and written, (kind of site, reads, writes)) of a SAELens object."""
     given = [hook for key in ("hook_name", "hook_name_out") if (hook := _meta(sae, key))]
     if not _meta(sae, "hook_name"):
-        raise error("saelens-nowhere", name=name)
+        raise UnitSourceError(
+            f"{name} does not say where it stands; set it: sae.cfg.metadata.hook_name = 'blocks.8.hook_mlp_out'"
+        )
     if len(given) == 1 and (hasattr(sae.cfg, "d_out") or "ranscoder" in name):
-        raise error("saelens-writes-nowhere", name=name, hook=given[0])
+        raise UnitSourceError(
+            f"{name} reads {given[0]} and does not say what it writes; set it: sae.cfg.metadata.hook_name_out = "
+            "'blocks.8.hook_mlp_out'"
+        )
     matches = [_HOOK.match(hook) for hook in given]
     layers = {match[1] if match else None for match in matches}
     if None in layers or len(layers) > 1:
-        raise error("saelens-several-blocks", name=name, hooks=" -> ".join(given))
+        raise UnitSourceError(
+            f"{name} stands on {' -> '.join(given)}: expected hooks of one block, such as blocks.8.hook_mlp_out"
+        )
     below = tuple(dict.fromkeys(match[2] for match in matches if match))
     _refuse_ambiguous(sae, name, below)
     if len(below) == 1 and below[0] in _SAE_SITES:
@@ -159,7 +182,10 @@ def _stands_on(sae: Any, name: str) -> tuple[int, tuple[str, ...], tuple[str, st
         stands = (_TRANSCODER_SITES[below[0], below[-1]], "input", "output")
     else:
         pairs = ", ".join(" -> ".join(pair) for pair in _TRANSCODER_SITES)
-        raise error("saelens-no-matrix", name=name, hooks=" -> ".join(given), known=", ".join(_SAE_SITES), pairs=pairs)
+        raise UnitSourceError(
+            f"{name} stands on {' -> '.join(given)}, which is no matrix' input or output (the residual stream is written "
+            f"by many). An SAE can stand on {', '.join(_SAE_SITES)}; a transcoder on {pairs}"
+        )
     return int(layers.pop() or 0), tuple(given), stands
 
 
@@ -167,10 +193,16 @@ def _refuse_ambiguous(sae: Any, name: str, below: tuple[str, ...]) -> None:
     """Hook names that SAELens uses for another activation than TransformerLens does."""
     real_in, real_out = _meta(sae, "hf_hook_name") or "", _meta(sae, "hf_hook_name_out") or ""
     if below[0] == "hook_mlp_in" and not real_in.endswith("layernorm.output"):
-        raise error("saelens-mlp-in", name=name)
+        raise UnitSourceError(
+            f"{name} reads hook_mlp_in, which in TransformerLens is the residual stream before ln2, not the MLP's input. "
+            "If it was trained on the normalized input, say so: sae.cfg.metadata.hook_name = "
+            "'blocks.8.ln2.hook_normalized'"
+        )
     written = real_out if len(below) == 2 else real_in
     if "post_" in written and "layernorm" in written:
-        raise error("saelens-after-norm", name=name, written=written)
+        raise UnitSourceError(
+            f"{name} is of {written}: a norm stands between the matrix and that activation, so no matrix writes it"
+        )
 
 
 def _prove(sae: Any, units: CoderUnits) -> None:
@@ -189,18 +221,20 @@ def _prove(sae: Any, units: CoderUnits) -> None:
         y = tried(f"{units.name}.decode", sae.decode, z)
         forward = sae(x)
     if z.shape[-1] != units.n_units or y.shape[-1] != units.d_write:
-        raise error(
-            "saelens-widths",
-            units=units.name,
-            z_shape=tuple(z.shape),
-            y_shape=tuple(y.shape),
-            n_units=units.n_units,
-            d_write=units.d_write,
+        raise UnitSourceError(
+            f"{units.name} gave z {tuple(z.shape)} and y {tuple(y.shape)}; its cfg says {units.n_units} units and "
+            f"d_out={units.d_write}: it was changed after it was loaded; load it again"
         )
     if _differ(y, forward):
-        raise error("saelens-forward", units=units.name, difference=_distance(y, forward))
+        raise UnitSourceError(
+            f"{units.name}'s own forward is not decode(encode(x)) (on random x they are {_distance(y, forward):.1%} "
+            "apart): part of its output passes no unit, or its hooks change it (sae.reset_hooks())"
+        )
     if _differ(among_loud, among_quiet):
-        raise error("saelens-positions", units=units.name, difference=_distance(among_loud, among_quiet))
+        raise UnitSourceError(
+            f"{units.name}'s units at one position change with the other positions (by "
+            f"{_distance(among_loud, among_quiet):.1%} on random x): it is no function of the site's input there"
+        )
 
 
 def _differ(left: Tensor, right: Tensor) -> bool:

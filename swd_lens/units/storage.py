@@ -22,7 +22,7 @@ from jaxtyping import Float
 from safetensors import safe_open
 from torch import Tensor
 
-from swd_lens.base.errors import FactorFileError, error, seen
+from swd_lens.base.errors import FactorFileError, seen
 from swd_lens.base.files import naming, sha256
 from swd_lens.base.sealed import readable, tensor_digest, write_tensors
 from swd_lens.units.passport import Offsets, Origin, Probe, from_tensors, to_tensors
@@ -57,8 +57,9 @@ def write_pair(
         values = flat[index]
         if not bool(values.isfinite().all()):
             row, column = divmod(int(index[~values.isfinite()][0]), matrix.shape[1])
-            raise error(
-                "saved-not-finite", site=site, part=part, row=row, column=column, value=matrix[row, column].item()
+            raise FactorFileError(
+                f"{site}: {part}[{row}, {column}] is {matrix[row, column].item()}; nothing was saved. Factorize this site "
+                "again, or leave it out"
             )
         tensors[f"{part}.index"] = index.to("cpu", torch.int32 if flat.numel() < 2**31 else torch.int64)
         tensors[f"{part}.value"] = values.cpu()
@@ -95,7 +96,7 @@ class StoredPair:
         (index,) = file.get_slice(self._names[f"{part}.index"]).get_shape()
         (value,) = file.get_slice(self._names[f"{part}.value"]).get_shape()
         if index != value:
-            raise error("counts-differ", path=self.path, part=part, n_indices=index, n_values=value)
+            raise FactorFileError(f"{self.path}: {part} has {index} indices for {value} values; factorize again")
         return index
 
     def __getstate__(self) -> dict[str, Any]:
@@ -131,13 +132,15 @@ class StoredPair:
             # Ascending, so that the first and the last say whether all are inside.
             outside = next((int(i) for i in (index[0], index[-1]) if not 0 <= i < rows * columns), None)
             if outside is not None:
-                raise error("edge-outside", path=self.path, part=part, index=outside, rows=rows, columns=columns)
+                raise FactorFileError(
+                    f"{self.path}: {part} has index {outside}, outside its {rows} x {columns} entries; factorize again"
+                )
             if not bool((index[1:] > index[:-1]).all()):
-                raise error("edges-not-ascending", path=self.path, part=part)
+                raise FactorFileError(f"{self.path}: the indices of {part} are not ascending; factorize again")
         if not bool(value.isfinite().all()):
             bad = int((~value.isfinite()).nonzero()[0])
             row, column = divmod(int(index[bad]), columns)
-            raise error("value-not-finite", path=self.path, part=part, row=row, column=column, value=value[bad].item())
+            raise FactorFileError(f"{self.path}: {part}[{row}, {column}] is {value[bad].item()}; factorize again")
         # index_add takes the int32 indices as they are mapped; indexing would make an int64 copy of them.
         zeros = torch.zeros(rows * columns, dtype=torch.float32, device="cpu")
         return zeros.index_add_(0, index, value).view(rows, columns)
@@ -175,9 +178,15 @@ def write_site(
     try:
         from_tensors(extras, read.shape[0], read.shape[1], write.shape[1])
     except ValueError as cause:
-        raise error("saved-passport-misfit", site=site, reason=cause) from cause
+        raise FactorFileError(
+            f"{site}: {cause}; nothing was saved. Factorize it again, or give origin, offsets or probe that fit"
+        ) from cause
     if difference := _difference(probe, read, write, offsets):
-        raise error("saved-probe-differs", site=site, difference=difference)
+        raise FactorFileError(
+            f"{site}: the probe is of other factors ({difference}); nothing was saved. Make a new one, "
+            "dataclasses.replace(factors, probe=Probe.of(h, factors.read, factors.write, factors.offsets)), or give "
+            "probe=None"
+        )
     return write_pair(folder, site, read, write, extras)
 
 
@@ -210,10 +219,13 @@ class StoredSite:
         try:  # first: sizes that are wrong may be too large for factors
             passport = from_tensors(extras, self.d_in, self.n_units, self.d_out)
         except ValueError as cause:
-            raise error("loaded-passport-misfit", path=self.pair.path, reason=cause) from cause
+            raise FactorFileError(f"{self.pair.path}: {cause}; factorize again, or update swd_lens") from cause
         read, write = self.pair.dense()
         if difference := _difference(passport.get("probe"), read, write, passport.get("offsets")):
-            raise error("loaded-probe-differs", site=self.site, difference=difference, path=self.pair.path)
+            raise FactorFileError(
+                f"{self.site}: the factors load, but do not compute what they computed when they were saved "
+                f"({difference}); copy {self.pair.path} again, or factorize again"
+            )
         return {"read": read, "write": write, "settings": self.settings, "provenance": self.provenance, **passport}
 
     @seen

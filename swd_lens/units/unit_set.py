@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import AttachError, UnitSourceError, legible, quoted
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.sites import Ends, Site, select_sites
 from swd_lens.units.coder import CoderUnits, Units, has_pair, place_of, tried
@@ -202,11 +202,16 @@ def require_made_for(units: Mapping[str, Units], settings: Mapping[str, Any], wh
     """
     made_for, sizes = dict(settings.get("units", {})), {site: of_site.n_units for site, of_site in units.items()}
     if made_for and made_for != sizes:
-        raise error("ranking-of-other-sites", result=what, sites=made_for, factors=sizes)
+        raise ValueError(
+            f"{legible(what)} is of {made_for}, the factors are {legible(sizes)} (site: units); attribute these factors first"
+        )
     known = dict(settings.get("factors", {}))
     others = [site for site, identity in identities(units).items() if known.get(site, identity) != identity]
     if others:
-        raise error("made-with-other-factors", result=what, sites=", ".join(others))
+        raise ValueError(
+            f"{legible(what)} was made with other factors of {', '.join(others)} (same number of units, other weights), "
+            "where unit i is another unit; attribute these factors first"
+        )
 
 
 def _identity(units: Units) -> str:
@@ -233,10 +238,13 @@ def sources_by_site(given: Any) -> dict[str, Any]:
         known = from_saelens(given) if is_saelens(given) else {}
         site = next(iter(known), None) or getattr(given, "provenance", {}).get("site")
         if site is None:
-            raise error("factors-without-site", kind=type(given).__name__)
+            raise AttachError(
+                f"this {type(given).__name__} does not know its site (swd_lens.solve only saw tensors); name it: "
+                'attach(model, {"blocks.0.mlp_out": factors})'
+            )
         return {site: known.get(site, given)}
     if not given:
-        raise error("empty-set")
+        raise AttachError("there are no factors to attach: the set is empty")
     return dict(given)
 
 
@@ -270,23 +278,24 @@ def as_units(source: Any, site: Site) -> Units:
         return _from_read_write(source, site)
     if has_pair(source):
         return _from_pair(source, site)
-    raise error("unknown-source", kind=type(source).__name__, site=site.name)
+    raise TypeError(
+        f"{type(source).__name__} is no unit source for {site.name}. Accepted: Factors; CoderUnits; a SAELens SAE or "
+        "transcoder; an object with tensors .read (d_in, unit) and .write (unit, d_out); an object with encode(x) and "
+        "decode(z)"
+    )
 
 
 def _of_site(units: CoderUnits, site: Site) -> CoderUnits:
     made_for = units.provenance.get("site", site.name)
     if made_for != site.name:
-        raise error("coder-of-another-site", units=units.name, made_for=made_for, site=site.name)
+        raise UnitSourceError(
+            f"{units.name} makes units of {made_for}, not of {site.name}; attach it under {quoted(made_for)}"
+        )
     whole = replace(units, d_in=units.d_in or site.d_in, d_out=units.d_out or site.d_out)
     if (whole.d_in, whole.d_out) != (site.d_in, site.d_out):
-        raise error(
-            "coder-of-another-width",
-            units=units.name,
-            d_in=units.d_in or "?",
-            d_out=units.d_out or "?",
-            site=site.name,
-            site_d_in=site.d_in,
-            site_d_out=site.d_out,
+        raise UnitSourceError(
+            f"{units.name} is for ({units.d_in or '?'}, {units.d_out or '?'}), {site.name} is ({site.d_in}, "
+            f"{site.d_out}): it was made for another model"
         )
     return whole
 
@@ -294,18 +303,20 @@ def _of_site(units: CoderUnits, site: Site) -> CoderUnits:
 def _from_read_write(source: Any, site: Site) -> Factors:
     read, write = source.read.detach().float(), source.write.detach().float()
     if read.ndim != 2 or write.ndim != 2 or read.shape[1] != write.shape[0]:
-        raise error("no-pair-of-factors", read=tuple(read.shape), write=tuple(write.shape))
+        raise UnitSourceError(
+            f"read {tuple(read.shape)} and write {tuple(write.shape)} are no pair of factors: expected (d_in, unit) and "
+            "(unit, d_out)"
+        )
     if (read.shape[0], write.shape[1]) != (site.d_in, site.d_out):
-        raise error(
-            "pair-does-not-fit",
-            read=tuple(read.shape),
-            write=tuple(write.shape),
-            site=site.name,
-            d_in=site.d_in,
-            d_out=site.d_out,
+        raise UnitSourceError(
+            f"read {tuple(read.shape)} and write {tuple(write.shape)} do not fit {site.name}, which is ({site.d_in}, "
+            f"{site.d_out})"
         )
     if not (torch.isfinite(read).all() and torch.isfinite(write).all()):
-        raise error("pair-not-finite", read=tuple(read.shape), write=tuple(write.shape), site=site.name)
+        raise UnitSourceError(
+            f"read {tuple(read.shape)} and write {tuple(write.shape)} for {site.name} hold values that are not finite; "
+            "mend or leave out their units"
+        )
     provenance = {**getattr(source, "provenance", {}), "site": site.name}
     return Factors(read, write, dict(getattr(source, "settings", {})), provenance)
 
@@ -321,12 +332,7 @@ def _from_pair(source: Any, site: Site) -> CoderUnits:
         z = tried(f"{units.name}.encode", source.encode, zeros)
         y = tried(f"{units.name}.decode", source.decode, z)
     if y.shape != (1, 1, units.d_write):
-        raise error(
-            "decode-of-another-width",
-            units=units.name,
-            y_shape=tuple(y.shape),
-            z_shape=tuple(z.shape),
-            site=site.name,
-            d_write=units.d_write,
+        raise UnitSourceError(
+            f"{units.name}.decode gave {tuple(y.shape)} for z {tuple(z.shape)}; {site.name} needs (1, 1, {units.d_write})"
         )
     return CoderUnits(source, site.d_in, site.d_out, z.shape[-1], reads, writes, units.name, provenance)

@@ -9,7 +9,7 @@ import torch
 
 from swd_lens.analysis.audit.drawing import running_token
 from swd_lens.base.display import card
-from swd_lens.base.errors import error, visible, visible_lines, visible_token
+from swd_lens.base.errors import UnknownSiteError, visible, visible_lines, visible_token
 from swd_lens.base.figures import literal
 from swd_lens.base.panels import Panel, attention_heads, library
 from swd_lens.circuits import UnitScores
@@ -109,7 +109,7 @@ def test_text_is_seen_as_it_is_and_nothing_turns_it():
 
 
 def test_errors_and_cards_and_figures_show_what_is_invisible():
-    assert "x␛⟨U+202E⟩" in str(error("no-such-site", pattern="y", nearest="x\x1b\u202e"))
+    assert "x␛⟨U+202E⟩" in str(UnknownSiteError("no such site; nearest: x\x1b\u202e"))
     shown = card("t\x1b", "p\x00", pd.DataFrame({"c\x1b": ["v\u202e"]}))
     assert all(text in shown for text in ("t␛", "p␀", "c␛", "v⟨U+202E⟩")) and "\x1b" not in shown
     assert literal("$\x00") == r"\$␀"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.base.errors import error
+from swd_lens.base.errors import GradientError
 from swd_lens.base.shares import fewest_with
 from swd_lens.factorization import basis
 from swd_lens.factorization.basis import BasisChoice, SideCosts
@@ -233,7 +233,7 @@ def test_a_host_without_gradients_is_factorized_all_the_same(model, monkeypatch)
 
 def test_gradients_that_overflow_leave_it_to_the_kind_of_matrix(model, monkeypatch):
     def overflow(site, *_):
-        raise error("gradients-not-finite", site=site.name)
+        raise GradientError(f"the gradients at {site.name} are not finite")
 
     monkeypatch.setattr(basis, "_log_costs", overflow)
     how = {**QUICK, "preset": "quick", "sparsity": 0.5, "tokens": TOKENS}

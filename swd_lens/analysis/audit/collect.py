@@ -26,7 +26,7 @@ from swd_lens.analysis.audit.result import NEIGHBOURS, Audit
 from swd_lens.analysis.audit.statistics import SiteAudit, Statistics
 from swd_lens.analysis.audit.vectors import Readout
 from swd_lens.base import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.scores import UnitScores
@@ -223,7 +223,7 @@ def places_per_row(asked: int | None, n: int, stream: TokenStream) -> int:
         ValueError: fewer than one.
     """
     if asked is not None and asked < 1:
-        raise error("audit-of-no-places", per_row=asked)
+        raise ValueError(f"per_row must be 1 or more, got {asked}")
     return -(-n // stream.n_rows) if asked is None else asked
 
 
@@ -237,12 +237,15 @@ def select_units(unit_set: UnitSet, units: Any) -> dict[Site, Int[Tensor, " unit
     indices: dict[str, set[int]] = {}
     named = unit_set.units_named("all" if units is None else units)
     if not named:
-        raise error("audit-of-no-units")
+        raise ValueError(
+            "no unit was named: leave units out for all of them, or give names such as 'blocks.2.mlp_out/5'"
+        )
     for name, index in named:
         (site,) = select_sites(unit_set.sites, name)
         n_units = unit_set[site.name].n_units
         if not 0 <= index < n_units:
-            raise error("audit-no-such-unit", name=f"{name}/{index}", site_name=name, n_units=n_units)
+            its_name = f"{name}/{index}"
+            raise ValueError(f"{legible(its_name)}: {name} has {n_units} units, counted from 0")
         indices.setdefault(name, set()).add(index)
     return {site: torch.tensor(sorted(indices[site.name])) for site in unit_set.sites if site.name in indices}
 
@@ -350,4 +353,7 @@ def _require_finite(site: Site, z: Float[Tensor, "rows pos unit"]) -> None:
         return
     bad = ~torch.isfinite(z).flatten(0, 1).all(0)
     if bool(bad.any()):
-        raise error("audit-not-finite", site=site.name, unit=int(bad.nonzero()[0]))
+        raise ValueError(
+            f"z of {site.name}/{int(bad.nonzero()[0])} is not finite on this text; run the host in float32, or look for "
+            "the tokens at which its activations overflow"
+        )

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import quoted
 from swd_lens.base.record import PlainRecord
 
 NO_TOKEN = -1  # in a window that reaches over an end of its row
@@ -61,7 +61,7 @@ class Context(PlainRecord):
     def __post_init__(self) -> None:
         n, m = len(self.tokens), len(self.z)
         if n != m or self.peak not in range(n):
-            raise error("context-lengths-differ", n_tokens=n, n_z=m, peak=self.peak)
+            raise ValueError(f"a context of {n} tokens has {m} z and its peak at {quoted(self.peak)}")
 
     def text(self, mark: tuple[str, str] = ("", "")) -> str:
         """The window as running text, the ranked token between two marks; they go inside a token's leading space."""
@@ -89,7 +89,9 @@ class TopPlaces:
 
     def __init__(self, n: int, before: int, after: int, per_row: int = 1):
         if n < 1 or before < 0 or after < 0:
-            raise error("audit-of-no-contexts", n=n, before=before, after=after)
+            raise ValueError(
+                f"n must be 1 or more, before and after 0 or more; got n={n}, before={before}, after={after}"
+            )
         self.n, self.before, self.after, self.per_row = n, before, after, per_row
         self.value = torch.empty(0, dtype=torch.float32)  # (unit, n), largest first; -1 where there is no place yet
         self.row = self.pos = self.tokens = self.z = torch.empty(0, dtype=torch.float32)

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from swd_lens.base.display import card
-from swd_lens.base.errors import encodable, error, seen
+from swd_lens.base.errors import encodable, legible, quoted, seen
 from swd_lens.base.files import plain, write_text
 from swd_lens.base.record import checked
-from swd_lens.base.sealed import SEAL, marked, readable, seal, warn_of_missing_seal
+from swd_lens.base.sealed import SEAL, damaged, marked, readable, seal, warn_of_missing_seal
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts.sites import parse_unit
 from swd_lens.units.keys import read_unit
@@ -64,10 +64,16 @@ class UnitLabels(_Base):
     def __post_init__(self) -> None:
         labels: Any = self.labels
         if not isinstance(labels, Mapping):
-            raise error("labels-not-a-mapping", kind=type(labels).__name__)
+            raise TypeError(
+                f"labels are a mapping from unit names to labels, got a {type(labels).__name__}; "
+                "UnitLabels.of(audit.identities, {'blocks.2.mlp_out/8': 'pronouns'}) makes them of texts"
+            )
         for unit, label in labels.items():
             if not isinstance(label, UnitLabel):
-                raise error("label-of-another-type", unit=unit, kind=type(label).__name__)
+                raise TypeError(
+                    f"the label of {legible(unit)} is a {type(label).__name__}, not a UnitLabel; "
+                    f"UnitLabels.of(audit.identities, {{{quoted(unit)}: 'its label'}}) makes labels of texts"
+                )
 
     @classmethod
     def of(cls, factors: Mapping[str, str], labels: Mapping[Any, Any], *, author: str = "") -> "UnitLabels":
@@ -104,19 +110,24 @@ class UnitLabels(_Base):
         for number, entry in _entries(Path(path)):
             try:
                 if not isinstance(entry.get("unit"), str):
-                    raise error("not-a-label")
+                    raise ValueError('expected an object with "unit" and "label"')
                 unit, label = entry["unit"], _label(entry["unit"], entry, "")
                 site, identity = parse_unit(unit)[0], entry.get("factors") or ""
                 if not isinstance(identity, str):
-                    raise error("label-without-text", key="factors", unit=unit, text=identity)
+                    raise ValueError(f"the factors of {legible(unit)} must be text, got {quoted(identity)}")
             except (ValueError, TypeError) as cause:
-                raise error("labels-file-with-another-line", number=number, path=path, reason=cause) from None
+                raise ValueError(f"line {number} of {legible(path)} is no label: {legible(cause)}") from None
             if not label.label:
                 continue
             if unit in labels:
-                raise error("labels-file-names-a-unit-twice", number=number, path=path, unit=unit)
+                raise ValueError(
+                    f"line {number} of {legible(path)} labels {legible(unit)} a second time; keep one of the lines"
+                )
             if identity and factors.setdefault(site, identity) != identity:
-                raise error("labels-file-of-two-sets", number=number, path=path, unit=unit)
+                raise ValueError(
+                    f"line {number} of {legible(path)}: {legible(unit)} is of other factors than the lines before; keep one "
+                    "file each"
+                )
             labels[unit] = label
         return cls(labels, factors)
 
@@ -140,20 +151,28 @@ class UnitLabels(_Base):
         """
         sites = {parse_unit(unit)[0] for unit in self.labels}
         if sites and not sites & set(identities):
-            raise error("labels-of-other-sites", sites=", ".join(sorted(sites)), audited=", ".join(identities))
+            raise ValueError(
+                f"the labels are of {', '.join(sorted(sites))}, the audit is of {', '.join(identities)}; no site is in "
+                "both"
+            )
         others = [site for site in sorted(sites & set(identities)) if self._differs(site, identities[site])]
         if others:
-            raise error("labels-of-other-factors", sites=", ".join(others))
+            raise ValueError(
+                f"the labels of {', '.join(others)} were made for other factors (same names, other weights), where unit i "
+                "is another unit; audit the factors that were labelled, or label these anew"
+            )
         for unit in self.labels:
             site, index = parse_unit(unit)
             if index >= n_units.get(site, index + 1):
-                raise error("labels-of-units-that-are-not-there", unit=unit, site=site, n_units=n_units[site])
+                raise ValueError(f"a label names {legible(unit)}, but {site} has {n_units[site]} units, counted from 0")
 
     def __or__(self, other: "UnitLabels") -> "UnitLabels":
         """Both; where both name a unit, the right one's label. Raises ValueError where they are of different factors."""
         differ = [site for site, identity in other.factors.items() if self._differs(site, identity)]
         if differ:
-            raise error("labels-of-two-sets", sites=", ".join(differ))
+            raise ValueError(
+                f"these labels are of two different sets of factors at {', '.join(differ)}; keep them apart"
+            )
         return UnitLabels({**self.labels, **other.labels}, {**self.factors, **other.factors})
 
     def text(self, unit: str) -> str:
@@ -219,7 +238,7 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with readable(path, "labels"):
         text = path.read_text(encoding="utf-8-sig")  # some editors put a mark in front
     if not text.strip():
-        raise error("file-unreadable", raised_as=ValueError, path=path, what="labels", reason="it is empty")
+        raise ValueError(damaged(path, "labels", "it is empty"))
     head, n_covered, expected = 0, 0, _digest([])  # of the last line that covers others
     covered: list[dict[str, Any]] = []
     unsealed = False
@@ -227,7 +246,10 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
     def require_covered() -> None:
         if len(covered) != n_covered or _digest(covered) != expected:
-            raise error("labels-file-changed", number=head, path=path, what="lines below it", hash="that line")
+            raise ValueError(
+                f"line {head} of {legible(path)} carries a hash of other lines below it: something was changed since it was "
+                "written. Restore the file; if you changed it on purpose, remove that line and load it again"
+            )
 
     # By "\n" alone: U+2028 and its like stand unescaped within JSON strings, and splitlines would cut them there.
     for number, line in enumerate(text.split("\n"), 1):
@@ -252,7 +274,11 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for n_lines, there in exported.items():
         if len(there) < n_lines:
             first = next(line for line in range(1, n_lines + 1) if line not in there)
-            raise error("labels-file-without-lines", path=path, n_lines=n_lines, n_there=len(there), first=first)
+            raise ValueError(
+                f"{legible(path)} holds {len(there)} of the {n_lines} lines of its export; line {first} is the first that "
+                'is missing. Restore the file; if you took lines out on purpose, remove "sha256" from the others and '
+                "load it again"
+            )
     if unsealed:
         warn_of_missing_seal(path)
 
@@ -261,13 +287,13 @@ def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
         if not isinstance(entry, dict):
-            raise error("not-a-label")
+            raise ValueError('expected an object with "unit" and "label"')
         if "unit" not in entry and SEAL in entry:
             return checked("labels", entry, {"labels": int, SEAL: str})
         _digest(entry)  # what JSON cannot have
         return entry
     except (ValueError, RecursionError) as cause:
-        raise error("labels-file-with-another-line", number=number, path=path, reason=cause) from None
+        raise ValueError(f"line {number} of {legible(path)} is no label: {legible(cause)}") from None
 
 
 def _require_line(path: Path, number: int, entry: dict[str, Any]) -> None:
@@ -275,7 +301,11 @@ def _require_line(path: Path, number: int, entry: dict[str, Any]) -> None:
     values = {name: value for name, value in entry.items() if name != SEAL}
     empty = dict.fromkeys(("label", "note", "author"), "")
     if entry.get(SEAL) not in (_digest(values), _digest({**values, **empty})):
-        raise error("labels-file-changed", number=number, path=path, what="values in it", hash=f'its "{SEAL}"')
+        hash = f'its "{SEAL}"'
+        raise ValueError(
+            f"line {number} of {legible(path)} carries a hash of other values in it: something was changed since it was "
+            f"written. Restore the file; if you changed it on purpose, remove {hash} and load it again"
+        )
 
 
 def _label(unit: str, value: Any, author: str) -> UnitLabel:
@@ -286,5 +316,5 @@ def _label(unit: str, value: Any, author: str) -> UnitLabel:
     texts = {key: parts.get(key) or "" for key in ("label", "note", "author")}
     for key, text in texts.items():
         if not isinstance(text, str):
-            raise error("label-without-text", key=key, unit=unit, text=text)
+            raise ValueError(f"the {legible(key)} of {legible(unit)} must be text, got {quoted(text)}")
     return UnitLabel(texts["label"].strip(), texts["note"], texts["author"] or author)

@@ -29,7 +29,7 @@ from swd_lens.analysis.audit.vectors import (
     write_vectors,
 )
 from swd_lens.base.display import card, folded_settings
-from swd_lens.base.errors import brief, error, seen, visible_token
+from swd_lens.base.errors import brief, legible, quoted, seen, visible_token
 from swd_lens.base.files import atomic
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.writer import writing_file
@@ -111,7 +111,10 @@ class Audit:
         """Site and index of an audited unit. Raises KeyError where it was not audited, ValueError where it is none."""
         site, index = read_unit(unit, self.sites)
         if site not in self.sites or index not in self.sites[site].column:
-            raise error("unit-not-audited", unit=f"{site}/{index}", n_units=len(self), sites=", ".join(self.sites))
+            its_unit = f"{site}/{index}"
+            raise KeyError(
+                f"{legible(its_unit)} was not audited; this audit holds {len(self):,} units of {', '.join(self.sites)}"
+            )
         return site, index
 
     def contexts(self, site: str, index: int, n: int | None = None) -> list[Context]:
@@ -209,11 +212,13 @@ class Audit:
             ValueError: no scores, or several and none named, or none of that name.
         """
         if not self.scores:
-            raise error("audit-without-scores")
+            raise ValueError(
+                "this audit knows no scores; give audit(..., scores=swd_lens.attribute(model, factors, task))"
+            )
         if task is None and len(self.scores) == 1:
             return next(iter(self.scores))
         if task is None or task not in self.scores:
-            raise error("audit-of-which-task", tasks=", ".join(self.scores), task=task)
+            raise ValueError(f"name one of the audit's tasks, {legible(', '.join(self.scores))}; got {quoted(task)}")
         return task
 
     def table(self) -> pd.DataFrame:

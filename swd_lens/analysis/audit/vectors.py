@@ -20,7 +20,6 @@ from torch import Tensor
 
 from swd_lens.analysis.audit.contexts import TokenNames
 from swd_lens.analysis.audit.passage import beginning_of, passages
-from swd_lens.base.errors import error
 from swd_lens.base.record import PlainRecord
 from swd_lens.hosts import host_of, sites_of
 from swd_lens.hosts.sites import WRITES_RESIDUAL, Site, Span, split_name
@@ -177,9 +176,11 @@ def logit_effect(
     """
     site, index = unit
     if split_name(site)[1] not in WRITES_RESIDUAL:
-        raise error("logit-effect-of-a-reader", site=site)
+        raise ValueError(
+            f"{site} does not write to the residual stream; logit_effect takes units of mlp_out and attn_o"
+        )
     write = write_vectors(factors if isinstance(factors, Factors) else factors[site])
     if write is None:
-        raise error("no-direct-logit-effect", site=site)
+        raise ValueError(f"the units of {site} show no write vectors, so they have no direct logit effect")
     readout = Readout(model, sites_of(host_of(model), site), *beginning_of(as_stream(tokens, model)))
     return readout.effects(site, write[index][None], n)[0]

@@ -39,7 +39,7 @@ from swd_lens.analysis.edit.make import (
 from swd_lens.analysis.edit.target import Target, find_target, require_number
 from swd_lens.base import __version__
 from swd_lens.base.display import card, folded_settings
-from swd_lens.base.errors import error, visible_token
+from swd_lens.base.errors import EditError, quoted, visible_token
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -99,7 +99,9 @@ class EditComparison:
         """
         change = require_number("change", change)
         if change == 0 or of not in _COSTS:
-            raise error("edits-cost-of-no-change", change=change, column=of)
+            raise EditError(
+                f"cost_at takes a change other than 0 and one of the three KL columns, got {change} and {quoted(of)}"
+            )
         costs = [
             {"method": method, "unit": rows["unit"].iloc[0], of: _interpolated(rows, change, of)}
             for method, rows in self.rows.groupby("method", sort=False)
@@ -189,12 +191,12 @@ def compare_edits(
     """
     requested = [require_number("a shift", shift) for shift in shifts]
     if not requested or len(set(requested)) != len(requested):
-        raise error("edits-at-no-shifts", shifts=tuple(shifts))
+        raise EditError(f"shifts must be different numbers, at least one, got {tuple(shifts)}")
     methods = list(dict.fromkeys(methods))
     if not methods or set(methods) - set(METHODS):
-        raise error("edits-by-unknown-methods", known=METHODS, methods=tuple(methods))
+        raise EditError(f"methods must be some of {METHODS}, got {tuple(methods)}")
     if isinstance(other_prompts, str) or not len(other_prompts):
-        raise error("edits-without-other-prompts")
+        raise EditError("other_prompts must be a list of at least one prompt: the cost is what happens to them")
     units = factor_set(factors)
     site, index = unit_of(host_of(model), units, unit)
     target = find_target(model, site, prompt, answer, foil, direction=direction, prepend_bos=prepend_bos)

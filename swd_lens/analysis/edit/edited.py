@@ -26,7 +26,7 @@ from torch import Tensor
 
 from swd_lens.analysis.edit.target import Target
 from swd_lens.base.display import card, folded_settings
-from swd_lens.base.errors import EditError, error, visible
+from swd_lens.base.errors import EditError, legible, quoted, visible
 from swd_lens.base.interrupts import hold_back_interrupts, joint, unparted
 from swd_lens.base.record import checked
 from swd_lens.base.sealed import read_tensors, readable, write_tensors
@@ -103,7 +103,10 @@ class _Overwritten:
         """Refuse to be taken out where W is neither of the two that this edit knows."""
         require_free(self.host, [self.site])
         if fingerprint(self.stored.matrix()) not in (self.before, self.after):
-            raise error("edits-undone-out-of-order", site=self.site.name)
+            raise EditError(
+                f"the matrix of {self.site.name} has changed since this edit was applied. If another edit came on top, "
+                "undo that one first (edits come off in reverse order); leaving a with block restores W whatever happened"
+            )
 
     def restore(self) -> None:
         self.stored.restore(self.kept)
@@ -230,7 +233,7 @@ class Edit:
         """
         model = self.model if model is None else model
         if model is None:
-            raise error("edit-without-a-model")
+            raise EditError("this edit was loaded from a file and has no model of its own; use edit.applied(model)")
         host = host_of(model)
         if self.factors is None:
             site = sites_of(host, self.site)[0]
@@ -279,7 +282,7 @@ class Edit:
             AttachError: units are attached at the site.
         """
         if not self._standing:
-            raise error("edit-not-applied", site=self.site)
+            raise EditError(f"this edit of {self.site} is not applied (any more); edit.apply(model) applies it")
         self._standing[-1].check()
         self._down_to(len(self._standing) - 1)
 
@@ -328,9 +331,16 @@ class Edit:
     def _require_weight(self, host: Host, site: Site) -> None:
         shape = (self.delta.read.shape[0], self.delta.write.shape[1])
         if shape != (site.d_in, site.d_out):
-            raise error("edit-of-another-model", site=site.name, shape=shape, d_in=site.d_in, d_out=site.d_out)
+            raise EditError(
+                f"this edit of {site.name} is {shape}, the host's matrix is ({site.d_in}, {site.d_out}): it belongs to "
+                "another model"
+            )
         if not same_weights(host, site, self.settings):
-            raise error("edit-applied-twice", site=site.name)
+            raise EditError(
+                f"this edit of {site.name} was made for another W than this host has now. Either another edit (or this "
+                "one) is applied already, which edit.undo() takes out, or it is another checkpoint or another weight "
+                "processing: make the edit on this host"
+            )
 
     # ------------------------------------------------------------------ files and export
 
@@ -345,7 +355,9 @@ class Edit:
             AttachError: units are attached at the site.
         """
         if self.factors is not None:
-            raise error("edit-of-a-replacement-as-weights")
+            raise EditError(
+                "an edit of a replacement changes no weight of the host; save its factors: edit.factors.save(folder)"
+            )
         model = self.model if model is None else model
         is_applied = any(each.host.model is model for each in self._standing)
         host = host_of(model) if is_applied else self.check(model)
@@ -354,7 +366,7 @@ class Edit:
         stored, state = stored_matrix(host, site), dict(host.model.state_dict())
         names = stored.names(state)
         if not names:
-            raise error("edit-matrix-not-in-state-dict", site=site.name)
+            raise EditError(f"this host's state_dict does not list the matrix of {site.name}; please report the model")
         edited = stored.parameter if is_applied else stored.as_stored(self.delta.added_to(stored.matrix()))
         return {**state, **dict.fromkeys(names, edited.detach().clone())}
 
@@ -365,7 +377,7 @@ class Edit:
             EditError: an edit of a replacement; its factors are what to save.
         """
         if self.factors is not None:
-            raise error("edit-of-a-replacement-saved")
+            raise EditError("an edit of a replacement is its factors; save them: edit.factors.save(folder)")
         path = Path(path)
         tensors = (self.delta.read, self.delta.write, self.target.input, self.target.direction)
         header = {"site": self.site, "method": self.method, "shift": self.shift, "target": self.target.described()}
@@ -387,13 +399,18 @@ class Edit:
         """
         path = Path(path)
         if not path.is_file():
-            raise error("edit-file-missing", path=path)
+            raise FileNotFoundError(f"there is no file {legible(path)}; edit.save(path) writes one")
         tensors, metadata = read_tensors(path, WHAT, EditError)
         if metadata.get("format") != FORMAT or set(tensors) != set(_TENSORS):
-            raise error("edit-file-of-another-kind", path=path, format=metadata.get("format"), known=FORMAT)
+            raise EditError(
+                f"{path} is not an edit that this swd_lens wrote (format {quoted(metadata.get('format'))}, not "
+                f"{quoted(FORMAT)})"
+            )
         for name, tensor in tensors.items():
             if not bool(tensor.isfinite().all()):
-                raise error("edit-file-not-finite", path=path, name=name)
+                raise EditError(
+                    f"{path}: {name} holds values that are not finite; copy the file again, or make the edit again"
+                )
         with readable(path, WHAT, EditError):
             header = checked(WHAT, json.loads(metadata.get("edit", "")), _HEADER)
             checked(WHAT, header["settings"], _SETTINGS)
@@ -413,6 +430,6 @@ def _require_shapes(tensors: Mapping[str, Tensor]) -> None:
     """Raises EditError unless a pair, h* and d fit each other."""
     read, write, h, d = (tensors[name] for name in _TENSORS)
     if not (read.ndim == write.ndim == 2 and read.shape[1] == write.shape[0]):
-        raise error("edit-file-shapes", read=tuple(read.shape), write=tuple(write.shape))
+        raise ValueError(f"read {tuple(read.shape)} and write {tuple(write.shape)} do not fit each other, h* or d")
     if h.shape != read.shape[:1] or d.shape != write.shape[1:]:
-        raise error("edit-file-shapes", read=tuple(read.shape), write=tuple(write.shape))
+        raise ValueError(f"read {tuple(read.shape)} and write {tuple(write.shape)} do not fit each other, h* or d")

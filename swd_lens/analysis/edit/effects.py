@@ -27,7 +27,7 @@ from swd_lens.analysis.edit.target import ending, read_prompt, shown_text
 from swd_lens.base import __version__
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.divergence import CHUNK_BYTES, kl_per_prediction
-from swd_lens.base.errors import error, visible
+from swd_lens.base.errors import EditError, TokenError, quoted, visible
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -170,7 +170,7 @@ def measure(
     """`side_effects` of several edits: what is "before" is run once for all that share it."""
     require_no_dropout(model)
     if isinstance(prompts, str):
-        raise error("edit-measured-on-one-text", prompts=prompts)
+        raise EditError(f"prompts must be a list, got the one text {quoted(prompts)}; put it in brackets")
     host = host_of(model)
     for edit in edits:
         edit.check(model)
@@ -178,7 +178,7 @@ def measure(
     rows = [prompt.row(model) for prompt in read]
     stream = None if tokens is None else as_stream(tokens, model)
     if stream is not None and stream.row_length < 2:
-        raise error("edit-measured-on-single-tokens")
+        raise TokenError("KL on text needs rows of at least two tokens: each position predicts the next")
     with torch.no_grad():
         before, after = _margins(host, edits)
         kl_prompts = _prompts(host, edits, rows, batch_size, progress)

@@ -22,7 +22,7 @@ from torch import Tensor
 from swd_lens.analysis.edit.edited import Delta, Edit
 from swd_lens.analysis.edit.target import Target, find_target, require_editable, require_number
 from swd_lens.base import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import EditError, quoted
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.recording import standing_hooks
@@ -80,7 +80,7 @@ def edit_unit(
     """
     shift = require_number("shift", shift)
     if base not in BASES:
-        raise error("edit-unknown-base", choices=BASES, base=base)
+        raise EditError(f"base must be one of {BASES}, got {quoted(base)}")
     units = factor_set(factors)
     site, index = unit_of(host_of(model), units, unit)
     # Attached, the other sites' units change what enters this one.
@@ -136,12 +136,15 @@ def random_unit(f: Factors, target: Target, *, seed: int = RANDOM_SEED, but: int
     z = (target.input.double() @ f.read.double().cpu()).abs()
     valid = f.valid_units.cpu()
     if not bool(valid.any()):
-        raise error("edit-without-a-control-unit", site=target.site)
+        raise EditError(f"{target.site} has no valid unit to draw a control from")
     low, high = (torch.quantile(z[valid], share) for share in RANDOM_BAND)
     inside = valid & (z >= low) & (z <= high)
     candidates = [i for i in inside.nonzero().flatten().tolist() if i != but]
     if not candidates:
-        raise error("edits-without-a-control", site=target.site, prompt=target.prompt)
+        raise EditError(
+            f"{target.site} has no unit whose |z| on {quoted(target.prompt)} lies between the 35th and 85th percentiles; "
+            "take more units"
+        )
     return candidates[int(torch.randint(len(candidates), (1,), generator=torch.Generator().manual_seed(seed)))]
 
 
@@ -163,7 +166,10 @@ def calibrated(
     h, d, read = target.input.double(), target.direction.double(), read.detach().float().cpu()
     z = float(h @ read.double()) + offset
     if abs(z) <= _SILENT * float(h.norm() * read.double().norm()):
-        raise error("edit-of-a-silent-unit", unit=what, prompt=target.prompt, z=z)
+        raise EditError(
+            f"{what} is silent on {quoted(target.prompt)}: z = {z:.2g} at the last position, so no write vector moves the "
+            "margin there; take a unit that is active (swd_lens.select_edit_unit finds some)"
+        )
     alpha = shift / (z * float(d.norm()))
     return Delta(read[:, None].clone(), (alpha * d / d.norm()).float()[None]), {"alpha": alpha, "z": z}
 
@@ -216,7 +222,7 @@ def factor_set(factors: Any) -> FactorSet:
     sources = sources_by_site(factors)
     for name, source in sources.items():
         if not isinstance(source, Factors):
-            raise error("edit-of-a-coder", site=name, kind=type(source).__name__)
+            raise EditError(f"an edit takes Factors; {name} holds a {type(source).__name__}")
     return FactorSet(sources, factors.provenance if isinstance(factors, UnitSet) else {})
 
 
@@ -233,7 +239,10 @@ def unit_of(host: Host, factors: Mapping[str, Factors], unit: Any) -> tuple[Site
     _require_unit(name, index, factors)
     site, f = sites_of(host, name)[0], factors[name]
     if not bool(f.valid_units[index]):
-        raise error("edit-of-an-invalid-unit", unit=f"{name}/{index}")
+        its_unit = f"{name}/{index}"
+        raise EditError(
+            f"unit {its_unit} is not valid: its read or its write vector is empty, so it does nothing; take another"
+        )
     require_free(host, [site])
     check_weights(host, site, f)
     return site, index
@@ -241,13 +250,14 @@ def unit_of(host: Host, factors: Mapping[str, Factors], unit: Any) -> tuple[Site
 
 def _require_unit(site: str, index: int, factors: Mapping[str, Any]) -> None:
     if site not in factors:
-        raise error("edit-of-another-site", unit=f"{site}/{index}", held=", ".join(factors), site=site)
+        unit = f"{site}/{index}"
+        raise EditError(f"unit {unit}: these factors hold {', '.join(factors)}, not {site}")
     _require_index(site, index, factors[site].n_units)
 
 
 def _require_index(site: str, index: int, n_units: int) -> None:
     if not 0 <= index < n_units:
-        raise error("edit-no-such-unit", site=site, index=index, n_units=n_units, last=n_units - 1)
+        raise EditError(f"unit {site}/{index}: {site} has {n_units} units, 0 to {n_units - 1}")
 
 
 # ---------------------------------------------------------------------------------------------- units at run time
@@ -281,9 +291,12 @@ def unit_hooks(
         ValueError: not a unit's name.
     """
     if not isinstance(changes, Mapping):
-        raise error("hooks-changes-not-a-mapping", kind=type(changes).__name__)
+        raise EditError(
+            f"unit_hooks takes what becomes of each unit first, got a {type(changes).__name__}: "
+            "unit_hooks({'blocks.2.mlp_out/5': ('scale', 2.0)}, factors)"
+        )
     if not changes:
-        raise error("hooks-without-units")
+        raise EditError('there are no units to change; give {"blocks.2.mlp_out/5": ("scale", 2.0)}')
     where, by_site = _positions(positions), {}
     for unit, change in changes.items():
         held = {} if factors is None else sources_by_site(factors)
@@ -292,7 +305,9 @@ def unit_hooks(
             _require_unit(site, index, held)
         unit = f"{site}/{index}"
         if not isinstance(change, tuple | list) or len(change) != 2 or change[0] not in HOWS:
-            raise error("hooks-unknown-change", unit=unit, change=change)
+            raise EditError(
+                f'unit {unit}: a change is ("scale", factor), ("clamp", value) or ("add", value), got {quoted(change)}'
+            )
         how, value = change[0], require_number(f"unit {unit}: the value of {change[0]!r}", change[1])
         by_site.setdefault(site, []).append((index, how, value))
     return [(HookName(hook_name(site)), _hook(site, of_site, where)) for site, of_site in by_site.items()]
@@ -304,7 +319,7 @@ def _positions(positions: Any) -> slice | list[int]:
         return named[positions]
     listed = [positions] if isinstance(positions, int) else [] if isinstance(positions, str) else list(positions)
     if not listed or not all(isinstance(position, int) for position in listed):
-        raise error("hooks-unknown-positions", positions=positions)
+        raise EditError(f'positions must be "all", "scoring" or position numbers, got {quoted(positions)}')
     return listed
 
 

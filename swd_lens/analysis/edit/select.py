@@ -23,7 +23,7 @@ from torch import Tensor
 from swd_lens.analysis.edit.make import factor_set
 from swd_lens.analysis.edit.target import EDITABLE, Target, ending, find_target
 from swd_lens.base import __version__
-from swd_lens.base.errors import error, visible_token
+from swd_lens.base.errors import EditError, visible_token
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -142,9 +142,11 @@ def select_edit_unit(
     host, units = host_of(model), factor_set(factors)
     sites = [site for site in sites_of(host, units) if site.kind in EDITABLE]
     if not sites:
-        raise error("edits-of-no-writer", sites=", ".join(units))
+        raise EditError(
+            f"these factors hold {', '.join(units)}: no site writes to the residual stream; edits take mlp_out and attn_o"
+        )
     if isinstance(cases, str) or not cases or not all(isinstance(c, tuple | list) and len(c) == 3 for c in cases):
-        raise error("edits-without-cases")
+        raise EditError("cases must be a list of (prompt, answer, foil) triples, and not empty")
     require_free(host, sites)
     for site in sites:
         check_weights(host, site, units[site.name])
@@ -160,7 +162,7 @@ def select_edit_unit(
         of_case.sort(key=lambda row: -row["contribution"])
         rows += of_case[:top]
     if not rows:
-        raise error("edits-no-unit-towards-the-answer")
+        raise EditError("no unit is active and writes towards the answer on any of these prompts; give other cases")
     table = pd.DataFrame(rows)
     places = list(zip(table.pop("site"), table.pop("index"), strict=True))
     table.insert(0, "unit", [f"{site}/{index}" for site, index in places])
@@ -219,12 +221,18 @@ def _check_scores(scores: UnitScores, factors: FactorSet, sites: Sequence[Site])
     for site in sites:
         n = len(scores.scores[site.name]) if site.name in scores.scores else 0
         if n != factors[site.name].n_units:
-            raise error("edits-with-other-scores", n_scores=n, site=site.name, n_units=factors[site.name].n_units)
+            raise EditError(
+                f"the scores cover {n} units of {site.name}, these factors have {factors[site.name].n_units}; attribute "
+                "these factors"
+            )
     known = dict(scores.settings.get("factors", {}))
     own = identities({site.name: factors[site.name] for site in sites})
     others = [site for site, identity in own.items() if known.get(site, identity) != identity]
     if others:
-        raise error("edits-scores-of-other-factors", sites=", ".join(others))
+        raise EditError(
+            f"the scores were made with other factors of {', '.join(others)} (same number of units, other weights), where "
+            "unit i is another unit; attribute these factors"
+        )
 
 
 def _root_mean_squares(

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import EditError, quoted
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.hosts.recording import record
 from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site, split_name
@@ -92,9 +92,9 @@ def read_prompt(model: Any, given: Any, prepend_bos: bool | None = None) -> Prom
     """
     prompt = Prompt.of(model, given, "edit", prepend_bos=prepend_bos)
     if prompt.n_rows != 1:
-        raise error("edit-of-several-prompts", n_rows=prompt.n_rows)
+        raise EditError(f"a prompt is one row of token ids, got {prompt.n_rows} rows; give them one by one")
     if prompt.unusable is not None:
-        raise error("edit-of-an-empty-prompt", prompt=given, reason=prompt.unusable)
+        raise EditError(f"{prompt.unusable}. Give a shorter prompt, or one that is not empty: {quoted(given)}")
     return prompt
 
 
@@ -117,19 +117,19 @@ def _word(model: Any, given: str | int, role: str) -> tuple[str, int]:
     if isinstance(given, int):
         d_vocab = int(model.cfg.d_vocab)
         if not 0 <= given < d_vocab:
-            raise error("edit-answer-outside", role=role, token=given, last=d_vocab - 1)
+            raise EditError(f"{role} {given} is no token of this host; ids go from 0 to {d_vocab - 1}")
         return decoded(model, [given]), given
     try:
         return given, TaskTokenizer("edit", model).single(given, role)
     except Unusable as why:
-        raise error("edit-answer-of-several-tokens", reason=why) from None
+        raise EditError(f"{why}. An edit moves the logits of single tokens; mind the leading space") from None
 
 
 def require_editable(site: Site | str) -> None:
     """Raises ValueError where a site does not write to the residual stream (its output has no direct effect on logits)."""
     name = site if isinstance(site, str) else site.name
     if split_name(name)[1] not in EDITABLE:
-        raise error("edit-of-a-reader", unit=name)
+        raise EditError(f"{name} does not write to the residual stream; an edit takes units of mlp_out and attn_o")
 
 
 def require_number(what: str, value: Any) -> float:
@@ -137,9 +137,9 @@ def require_number(what: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise error("edit-number-of-another-type", name=what, value=value) from None
+        raise EditError(f"{what} must be a number, got {quoted(value)}") from None
     if not math.isfinite(number):
-        raise error("edit-without-a-number", name=what, value=number)
+        raise EditError(f"{what} must be a finite number (neither infinite nor nan), got {number}")
     return number
 
 
@@ -170,7 +170,7 @@ def find_target(
     require_editable(site)
     require_no_dropout(model)
     if direction not in DIRECTIONS:
-        raise error("edit-unknown-direction", choices=DIRECTIONS, direction=direction)
+        raise EditError(f"direction must be one of {DIRECTIONS}, got {quoted(direction)}")
     host, read = host_of(model), read_prompt(model, prompt, prepend_bos)
     (answer, answer_id), (foil, foil_id) = _word(model, answer, "an answer"), _word(model, foil, "a foil")
     norm, unembedding = host.readout()
@@ -178,14 +178,20 @@ def find_target(
     if norm is not None and direction == "through_norm":
         d = d * norm.cpu()
     if answer_id == foil_id or not bool(d.any()):
-        raise error("edit-without-a-margin", answer=answer, foil=foil)
+        raise EditError(
+            f"answer {quoted(answer)} and foil {quoted(foil)} have the same unembedding; there is no margin to move "
+            "between them"
+        )
     tokens = read.row(model)
     seen = record(host, tokens[None], inputs=[site], run="last")
     assert seen.logits is not None
     logits = seen.logits[0].detach().double().cpu()
     margin = float(logits[answer_id] - logits[foil_id])
     if not math.isfinite(margin):
-        raise error("edit-margin-not-finite", prompt=shown_text(model, read), answer=answer, foil=foil, margin=margin)
+        raise EditError(
+            f"the margin of {quoted(answer)} over {quoted(foil)} on {quoted(shown_text(model, read))} is {margin}; run "
+            "the host in float32"
+        )
     return Target(
         site=site.name,
         prompt=shown_text(model, read),

@@ -28,7 +28,7 @@ from swd_lens.analysis.graph.build import (
 from swd_lens.analysis.graph.edges import LOGIT, TOKEN, Contrast, Layout, layout_of, weights
 from swd_lens.analysis.graph.pruning import pruned
 from swd_lens.analysis.graph.result import UnitGraph
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible, quoted
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import require_gradients, require_no_dropout
@@ -89,14 +89,17 @@ def task_graph(
     """
     for name, setting, choices in (("attention", attention, ("none", "frozen")), ("top", top, tuple(TOPS))):
         if setting not in choices:
-            raise error("unknown-choice", name=name, choices=choices, value=setting)
+            raise ValueError(f"{legible(name)} must be one of {choices}, got {quoted(setting)}")
     require_pruning(keep, per_node, min_weight)
     attached = UnitSet.of(model, factors)
     drawn, scores = drawn_units(attached, units)
     aligned = task if isinstance(task, Aligned) else aligned_prompts(model, task, prompts)
     split = aligned.split
     if split.metric is not None:
-        raise error("graph-of-a-task-with-a-metric", task=split.task)
+        raise ValueError(
+            f"task {legible(split.task)} has a metric of its own: it names no answers and wrong answers, whose margin could "
+            "stand at the top"
+        )
     require_no_dropout(model)
     require_gradients(model)
     means, layout, kinds = _Means(), None, None
@@ -110,7 +113,11 @@ def task_graph(
             means.add(torch.cat([activations_of(layout, group) for group in layout.groups]), weight, _chances(layout))
     assert layout is not None and kinds is not None
     if not bool(kinds.any()):
-        raise error("graph-without-a-path", sites=", ".join(site.name for site in drawn), hint="")
+        raise ValueError(
+            f"no unit of {', '.join(site.name for site in drawn)} can speak to another one directly: an edge needs a "
+            "site that writes the residual stream (attn_o, mlp_out) before one that reads it (attn_q, attn_k, attn_v, "
+            "attn_qkv, mlp_in, mlp_gate). Add units of such sites"
+        )
     settings = {
         **made_with(attached, drawn),
         "prompt": aligned.text,

@@ -22,7 +22,7 @@ from swd_lens.analysis.graph.edges import KINDS as EDGE_KINDS
 from swd_lens.analysis.graph.result import UnitGraph, records, table
 from swd_lens.analysis.qk.parts import ScoreParts, parts_of
 from swd_lens.analysis.qk.scores import provenance, run_layers, sides_of
-from swd_lens.base.errors import error
+from swd_lens.base.errors import quoted
 from swd_lens.base.record import Record, checked
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import require_no_dropout
@@ -116,11 +116,17 @@ def attention_paths(model: Any, factors: Any, graph: UnitGraph, *, pairs: int = 
         AttachError: see `swd_lens.attach`.
     """
     if not graph.has_prompt or graph.settings["attention"] != "frozen":
-        raise error("paths-without-frozen-attention")
+        raise ValueError(
+            'attention paths are of a graph of a prompt with attention="frozen", whose edges cross positions; this one '
+            "has none"
+        )
     if graph.settings.get("task_prompts"):
-        raise error("paths-of-several-prompts", n_prompts=graph.settings["task_prompts"])
+        raise ValueError(
+            f"this graph is the mean of {graph.settings['task_prompts']} prompts, each with attention patterns of its "
+            "own; give the unit_graph of one prompt"
+        )
     if isinstance(pairs, bool) or not isinstance(pairs, int) or pairs < 1:
-        raise error("paths-without-pairs", pairs=pairs)
+        raise ValueError(f"pairs={quoted(pairs)}: give a whole number from 1 on")
     units, settings = units_of_run(model, factors, graph)
     require_no_dropout(model)
     ids = list(graph.settings["token_ids"])

@@ -18,7 +18,7 @@ from swd_lens.analysis.graph.frozen import FrozenRun, freeze, read_norms
 from swd_lens.analysis.graph.pruning import pruned
 from swd_lens.analysis.graph.result import NODES, UnitGraph, table
 from swd_lens.base import __version__
-from swd_lens.base.errors import error, visible_token
+from swd_lens.base.errors import legible, quoted, visible_token
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits import Circuit, UnitScores
 from swd_lens.hosts import require_gradients, require_no_dropout
@@ -94,13 +94,15 @@ def unit_graph(
         ("normalize", normalize, ("none", "cosine")),
     ):
         if setting not in choices:
-            raise error("unknown-choice", name=name, choices=choices, value=setting)
+            raise ValueError(f"{legible(name)} must be one of {choices}, got {quoted(setting)}")
     if prompt is None and attention == "frozen":
-        raise error("graph-frozen-without-a-prompt")
+        raise ValueError("attention='frozen' holds the attention patterns of a prompt: give one, prompt='...'")
     if prompt is not None and tokens is not None:
-        raise error("graph-of-a-prompt-and-tokens")
+        raise ValueError("with a prompt the norms' scales are those of its run: leave `tokens` out")
     if prompt is not None and normalize != "none":
-        raise error("graph-of-a-prompt-as-cosines")
+        raise ValueError(
+            "with a prompt weights are contributions per unit of z; normalize='cosine' is for graphs without one"
+        )
     require_pruning(keep, per_node, min_weight)
     attached = UnitSet.of(model, factors)
     drawn, scores = drawn_units(attached, units, targets)
@@ -121,7 +123,11 @@ def unit_graph(
     if not bool(kinds.any()):
         names = ", ".join(site.name for site in drawn)
         more = "" if ids is not None else ", name answers=[...] so that their logits can be reached, or give a prompt"
-        raise error("graph-without-a-path", sites=names, hint=more)
+        raise ValueError(
+            f"no unit of {names} can speak to another one directly: an edge needs a site that writes the residual stream "
+            "(attn_o, mlp_out) before one that reads it (attn_q, attn_k, attn_v, attn_qkv, mlp_in, mlp_gate). Add units "
+            f"of such sites{legible(more)}"
+        )
     settings = {
         **made_with(attached, drawn),
         "prompt": None if ids is None else decoded(model, ids),
@@ -147,9 +153,9 @@ def require_pruning(keep: int | None, per_node: int | None, min_weight: float | 
     """Raises ValueError where nothing could be kept."""
     for name, most in (("keep", keep), ("per_node", per_node)):
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-            raise error("graph-keeps-nothing", name=name, value=most)
+            raise ValueError(f"{legible(name)}={most}: give a whole number of at least 1, or None for all edges")
     if not min_weight >= 0:
-        raise error("graph-negative-weight", min_weight=min_weight)
+        raise ValueError(f"min_weight={min_weight}: give a number of at least 0")
 
 
 def made_with(attached: UnitSet, drawn: Mapping[Site, Sequence[int]]) -> dict[str, Any]:
@@ -175,7 +181,10 @@ def units_of_run(model: Any, factors: Any, graph: UnitGraph) -> tuple[UnitSet, d
     attached = UnitSet.of(model, factors)
     if dict(graph.settings["factors"]) != dict(attached.identities):
         given = ", ".join(attached)
-        raise error("graph-run-with-other-factors", sites=", ".join(graph.settings["factors"]), given=given)
+        raise ValueError(
+            f"the graph was made with other factors: those of {', '.join(graph.settings['factors'])}; given were those of "
+            f"{given}"
+        )
     return attached, {
         "model": graph.settings["model"],
         "swd_lens": __version__,
@@ -190,7 +199,10 @@ def drawn_units(attached: UnitSet, units: Any, targets: Any = None) -> tuple[dic
     """The drawn units by site, in execution order, and the scores of a circuit."""
     if attached.coders:
         name, coder = next(iter(attached.coders.items()))
-        raise error("graph-of-a-coder", site=name, kind=type(coder).__name__)
+        raise TypeError(
+            f"the units of {name} are a {type(coder).__name__}: an encode/decode pair has no read and write vectors whose "
+            "products could be edges; take factors, or baselines"
+        )
     scores = None
     if units is None:
         units = () if targets is None else "all"
@@ -201,15 +213,15 @@ def drawn_units(attached: UnitSet, units: Any, targets: Any = None) -> tuple[dic
     for name, index in attached.units_named(units):
         if name not in attached or not 0 <= index < attached[name].n_units:
             has = ", ".join(f"{site} (0 to {n_units - 1})" for site, n_units in attached.sizes.items())
-            raise error("graph-no-such-unit", site=name, index=index, sites=has)
+            raise ValueError(f"unit {name}/{index} is not among these factors' units: {has}")
         if index in drawn.setdefault(name, []):
-            raise error("graph-unit-twice", site=name, index=index)
+            raise ValueError(f"unit {name}/{index} is named twice; name it once")
         drawn[name].append(index)
     for name, index in [] if targets is None else attached.units_named(targets):
         if index not in drawn.setdefault(name, []):
             drawn[name].append(index)
     if not drawn:
-        raise error("graph-without-units")
+        raise ValueError("there are no units: a graph needs some; take a larger circuit")
     return {site: sorted(drawn[site.name]) for site in attached.sites if site.name in drawn}, scores
 
 
@@ -218,12 +230,14 @@ def drawn_units(attached: UnitSet, units: Any, targets: Any = None) -> tuple[dic
 
 def read_prompt(model: Any, given: Any) -> Prompt:
     if isinstance(given, str) and model.tokenizer is None:
-        raise error("graph-text-without-tokenizer")
+        raise ValueError("this host has no tokenizer, so a text cannot be its prompt; pass token ids")
     prompt = Prompt.of(model, given, "unit_graph")
     if prompt.n_rows != 1:
-        raise error("graph-of-several-prompts", n_rows=prompt.n_rows)
+        raise ValueError(f"a graph is of one prompt, got {prompt.n_rows}; make one graph for each")
     if prompt.unusable is not None:
-        raise error("graph-prompt-cannot-be-run", reason=prompt.unusable)
+        raise ValueError(
+            f"this prompt cannot be run: {legible(prompt.unusable)}; give a shorter one, or one that is not empty"
+        )
     return prompt
 
 
@@ -250,21 +264,25 @@ def _answer_ids(model: Any, answers: Any, logits: Tensor | None) -> list[int]:
         answers = [] if logits is None else 3
     if isinstance(answers, int):
         if logits is None or isinstance(answers, bool) or answers < 0:
-            raise error("graph-likeliest-without-a-prompt", answers=answers)
+            raise ValueError(
+                f"answers={legible(answers)}: the likeliest tokens are those of a prompt; name tokens, or give a prompt"
+            )
         return logits.topk(min(answers, len(logits))).indices.tolist()
     ids: list[int] = []
     for answer in [answers] if isinstance(answers, str) else answers:
         if isinstance(answer, str):
             if model.tokenizer is None:
-                raise error("graph-answer-without-tokenizer")
+                raise ValueError("this host has no tokenizer; give answers as token ids")
             try:
                 answer = TaskTokenizer("unit_graph", model, False).single(answer, "answer")
             except Unusable as cause:
-                raise error("graph-answer-of-several-tokens", reason=cause) from None
+                raise ValueError(f"{legible(cause)}; give a token id, or text that is one token") from None
         if not 0 <= int(answer) < model.cfg.d_vocab:
-            raise error("graph-answer-outside", answer=answer, last=model.cfg.d_vocab - 1)
+            raise ValueError(
+                f"answer {legible(answer)} is no token id of this host; ids go from 0 to {model.cfg.d_vocab - 1}"
+            )
         if int(answer) in ids:
-            raise error("graph-answer-twice", answer=answer)
+            raise ValueError(f"answer {legible(answer)} is named twice; name it once")
         ids.append(int(answer))
     return ids
 

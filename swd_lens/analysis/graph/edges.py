@@ -33,7 +33,6 @@ from swd_lens.analysis.graph.frozen import (
     final_reading,
     norm_before,
 )
-from swd_lens.base.errors import error
 from swd_lens.hosts import sites_of
 from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site
 from swd_lens.units import UnitSet
@@ -161,7 +160,10 @@ def layout_of(
         groups.append(NodeGroup(LOGIT, groups[-1].nodes.stop, 1, items, read, contrasts=contrasts))
     n_nodes = groups[-1].nodes.stop
     if bounded and n_nodes > _MOST_NODES:
-        raise error("graph-too-large", n_nodes=n_nodes, positions=positions, limit=_MOST_NODES)
+        raise ValueError(
+            f"this graph would have {n_nodes:,} nodes ({positions} positions), and can have {_MOST_NODES:,}; take fewer "
+            "units, a shorter prompt, or attention='none'"
+        )
     return Layout(groups, run, static, int(host.model.cfg.n_heads), _matrices(units, pairs, drawn, run), cosine)
 
 

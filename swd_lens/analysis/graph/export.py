@@ -39,7 +39,7 @@ from swd_lens.analysis.graph.panel import positions
 from swd_lens.analysis.graph.pinned import pinned_nodes
 from swd_lens.analysis.graph.tracing import traced
 from swd_lens.base import __version__
-from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.errors import callers_level, legible, quoted
 from swd_lens.base.files import write_json
 from swd_lens.base.names import require_names
 from swd_lens.base.record import Record
@@ -151,7 +151,7 @@ def viewer_json(
 ) -> dict[str, Any]:
     """A graph as attribution-graph viewers read it; see `UnitGraph.export`."""
     if target not in TARGETS:
-        raise error("unknown-choice", name="target", choices=TARGETS, value=target)
+        raise ValueError(f"target must be one of {TARGETS}, got {quoted(target)}")
     _require_plain("slug", slug)
     if audit is not None:
         require_same_factors(graph, audit.identities, "the audit")
@@ -207,7 +207,10 @@ def plain_name(text: str) -> str:
 
 def _require_plain(name: str, value: str) -> None:
     if not isinstance(value, str) or not _PLAIN.fullmatch(value):
-        raise error("graph-name-not-plain", name=name, value=value)
+        raise ValueError(
+            f'{legible(name)}={quoted(value)}: letters, digits, "_", "-" and "." only; it stands in addresses and in '
+            "files' names"
+        )
 
 
 def _scan(graph: "UnitGraph", target: str, scan: str | None) -> str:
@@ -232,7 +235,12 @@ def _rows_up(graph: "UnitGraph", target: str, scan: str) -> int:
     with_errors = is_measured(graph) and bool((graph.nodes["kind"] == "logit").any())
     largest = max(int(layers.max() or 0), graph.settings["n_layers"] - 1 if with_errors else 0)
     if largest == 0:
-        warnings.warn(warning("graph-in-the-first-block"), stacklevel=callers_level())
+        warnings.warn(
+            UserWarning(
+                "all units stand in block 0, which Neuronpedia does not draw; they are shown one row higher, block 0 as L1"
+            ),
+            stacklevel=callers_level(),
+        )
     return int(largest == 0)
 
 
@@ -242,6 +250,8 @@ def _supernodes(places: Places, groups: Mapping[str, Iterable[str]], html: bool)
         names = list(members)
         for member in names:
             if member not in places:
-                raise error("graph-group-of-nothing", group=name, member=member)
+                raise ValueError(
+                    f"group {quoted(name)} names {quoted(member)}, which is no node of this graph; see graph.nodes"
+                )
         supernodes.append([shown_text(name, html), *(places[member].node_id for member in names)])
     return supernodes

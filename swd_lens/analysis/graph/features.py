@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from swd_lens.analysis.audit import Audit
-from swd_lens.base.errors import error
 from swd_lens.hosts.sites import kind_order, split_name
 
 if TYPE_CHECKING:
@@ -81,7 +80,10 @@ def require_same_factors(graph: "UnitGraph", identities: Mapping[str, str], what
     own = dict(graph.settings.get("factors") or {})
     others = [site for site, identity in identities.items() if own.get(site, identity) != identity]
     if others:
-        raise error("graph-of-other-factors", what=what, sites=", ".join(others))
+        raise ValueError(
+            f"{what}: the graph was made of other factors of {', '.join(others)}, where unit i is another unit; give "
+            "those that it was made of"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- files

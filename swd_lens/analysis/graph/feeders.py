@@ -14,7 +14,7 @@ from swd_lens.analysis.graph.build import activations_of, drawn_units, frozen_ru
 from swd_lens.analysis.graph.edges import TOKEN, Layout, NodeGroup, into, layout_of
 from swd_lens.analysis.graph.frozen import read_norms
 from swd_lens.analysis.graph.result import table
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import require_gradients, require_no_dropout
 from swd_lens.units import UnitSet
@@ -57,9 +57,9 @@ def feeders(
         TypeError, UnsupportedHostError, AttachError: see `unit_graph`.
     """
     if prompt is not None and tokens is not None:
-        raise error("graph-of-a-prompt-and-tokens")
+        raise ValueError("with a prompt the norms' scales are those of its run: leave `tokens` out")
     if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-        raise error("graph-keeps-nothing", name="n", value=n)
+        raise ValueError(f"n={n}: give a whole number of at least 1, or None for all edges")
     attached = UnitSet.of(model, factors)
     ((target, (index,)),) = drawn_units(attached, [read_unit(unit, attached)])[0].items()
     require_no_dropout(model)
@@ -76,7 +76,11 @@ def feeders(
         layout = layout_of(attached, drawn, run, answers=(), static=ids is None, bounded=False)
         rows = _rows_into(layout, layout.groups[-1], None if ids is None else len(ids))
     if not rows:
-        raise error("graph-without-feeders", unit=f"{target.name}/{index}", sites=", ".join(s.name for s in before))
+        its_unit = f"{target.name}/{index}"
+        raise ValueError(
+            f"no unit of {', '.join(s.name for s in before)} speaks to {legible(its_unit)} along a direct path here; "
+            "attach sites before it that write what its site reads"
+        )
     if ids is not None:
         z = float(run.z[target.name][-1, index])
         rest = z - sum(row["contribution"] for row in rows)

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.base.progress import tqdm
 from swd_lens.hosts import Affine, Host, Start
 from swd_lens.hosts.families import facts_of
@@ -214,15 +214,26 @@ def require_followable(host: Host, slopes: Sequence[int], patterns: Sequence[int
     facts = facts_of(host.model)
     for site in host.sites():
         if not facts.causal and host.norm_behind(site) is not None:
-            raise error("graph-of-a-normed-stream", site=site.name)
+            raise UnsupportedHostError(
+                "a unit graph needs blocks that add what they write to the residual stream; in this host a norm behind "
+                f"{site.name} takes the stream itself"
+            )
         if "." in site.kind or (norm_before(site.kind) and host.norm_before(site) is None):
-            raise error("graph-of-an-unknown-reader", site=site.name)
+            raise UnsupportedHostError(
+                f"a unit graph needs to know what {site.name} reads; it is an expert's matrix or a map of no known kind, "
+                "or its block has no norm that we know"
+            )
     if slopes and facts.mixes_neurons:
-        raise error("graph-through-mixed-neurons", act=facts.activation)
+        raise UnsupportedHostError(
+            f"the activation function {facts.activation} mixes neurons, so it has no slope per neuron; take units of "
+            "attention, or a graph without a prompt"
+        )
     for layer in patterns:
         name = _pattern_hook(layer)
         if name not in host.model.hook_dict:
-            raise error("graph-attention-not-frozen", name=name, layer=layer)
+            raise UnsupportedHostError(
+                f"this host has no {name}: attention of layer {layer} cannot be frozen; take attention='none'"
+            )
 
 
 def _pattern_hook(layer: int) -> str:
@@ -248,7 +259,10 @@ def _writings(
             continue
         given, made = map(_rows, behind[site.name])
         if not torch.allclose(given, y, rtol=_tolerance(host), atol=_tolerance(host) * float(y.abs().max())):
-            raise error("graph-of-a-normed-stream", site=site.name)
+            raise UnsupportedHostError(
+                "a unit graph needs blocks that add what they write to the residual stream; in this host a norm behind "
+                f"{site.name} takes the stream itself"
+            )
         affine = Affine(host.norm_weight(norm), host.norm_shift(norm))
         norms[site.name], written[site.name] = _fitted(host, site, affine, {False: y}, made), made
     return norms, written
@@ -290,7 +304,10 @@ def _fitted(host: Host, site: Site, affine: Affine, inputs: Mapping[bool, Tensor
         if difference < _tolerance(host):
             return Reading(centred, None if affine.scale is None else affine.scale.cpu(), inverse.cpu(), attended)
         errors.append(difference)
-    raise error("graph-of-a-changed-reading", site=site.name, difference=min(errors))
+    raise UnsupportedHostError(
+        f"what {site.name} reads is no LayerNorm or RMSNorm of this host's residual stream (off by {min(errors):.1%}), so "
+        "a unit graph cannot follow it; if hooks change it, remove them with model.reset_hooks()"
+    )
 
 
 def _fit(x: Tensor, h: Tensor, affine: Affine, centred: bool) -> tuple[Float[Tensor, " row"], float]:
@@ -314,12 +331,17 @@ def final_reading(host: Host, x: Float[Tensor, "pos d_model"]) -> HeldNorm:
 def _checked_pattern(host: Host, layer: int, shown: Recording) -> Float[Tensor, "head dest src"]:
     """A pattern, once it is known to be all that lies between the values and attn_o."""
     if _pattern_hook(layer) not in shown.hooks or f"blocks.{layer}.attn_v" not in shown.outputs:
-        raise error("graph-pattern-never-shown", layer=layer)
+        raise UnsupportedHostError(
+            f"this host's forward never showed the attention pattern of layer {layer}; take attention='none'"
+        )
     pattern, z = _rows(shown.hooks[_pattern_hook(layer)]), _rows(shown.inputs[f"blocks.{layer}.attn_o"])
     v = by_head(_rows(shown.outputs[f"blocks.{layer}.attn_v"]), pattern.shape[0], z.shape[-1])
     mixed = torch.einsum("hds,she->dhe", pattern, v).flatten(1)
     if float((mixed - z).norm()) > 1e-3 * float(z.norm()) and dtype_of(host) in ("float32", "float64"):
-        raise error("graph-of-changed-values", layer=layer)
+        raise UnsupportedHostError(
+            f"in layer {layer} more than an attention pattern lies between the values and attn_o (a gate, a sink, or a "
+            "hook), so frozen attention does not describe it; take attention='none'"
+        )
     return pattern
 
 

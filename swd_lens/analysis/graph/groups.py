@@ -18,7 +18,7 @@ from torch import Tensor
 from swd_lens.analysis.audit import Audit
 from swd_lens.analysis.audit.vectors import write_vectors
 from swd_lens.analysis.graph.features import require_same_factors
-from swd_lens.base.errors import error, visible_token
+from swd_lens.base.errors import legible, quoted, visible_token
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts.sites import WRITES_RESIDUAL, split_name
 from swd_lens.units.unit_set import identities
@@ -48,7 +48,7 @@ def groups(
         ValueError: another `by`, "writes" without factors or audit, `alike` not above 0, factors of another graph.
     """
     if by not in BY:
-        raise error("unknown-choice", name="by", choices=BY, value=by)
+        raise ValueError(f"by must be one of {BY}, got {quoted(by)}")
     nodes_of: dict[_Unit, list[str]] = {}
     rows = pd.DataFrame(graph.nodes[graph.nodes["kind"] == "unit"])
     rows = rows.sort_values("influence", ascending=False, kind="stable")
@@ -64,7 +64,7 @@ def groups(
             by_label.setdefault(labels.get(unit, ""), []).extend(nodes)
         return {label: nodes for label, nodes in by_label.items() if label and len(nodes) > 1}
     if not alike > 0:
-        raise error("graph-groups-of-everything", alike=alike)
+        raise ValueError(f"alike must be above 0, got {alike}; at 0 all units are alike")
     units = list(nodes_of)
     joined = [[units[i] for i in members] for members in _linked(_likeness(graph, units, factors, audit), alike)]
     named: dict[str, list[str]] = {}
@@ -80,7 +80,7 @@ def _likeness(graph: "UnitGraph", units: list[_Unit], factors: Any, audit: Audit
     """How alike two units are: the larger of |cosine| and |correlation|; 0 where neither can be told."""
     factors = audit.factors if factors is None and audit is not None else factors
     if not isinstance(factors, Mapping):
-        raise error("graph-groups-without-factors")
+        raise ValueError("groups by what units write need factors= (a FactorSet, or site -> factors) or audit=")
     require_same_factors(graph, identities(factors), "these factors")
     alike = torch.zeros(len(units), len(units), dtype=torch.float32)
     spaces: dict[str, list[int]] = {}
@@ -108,7 +108,11 @@ def _written(unit: _Unit, factors: Mapping[str, Any]) -> Float[Tensor, " d_out"]
     site, index = unit
     write = write_vectors(factors[site]) if site in factors else None
     if write is None or index >= len(write):
-        raise error("graph-groups-of-other-factors", unit=f"{site}/{index}")
+        its_unit = f"{site}/{index}"
+        raise ValueError(
+            f"the graph has {legible(its_unit)}, these factors have no write vector of it; give the factors that the graph "
+            "was made of"
+        )
     return write[index].float()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import quoted
 from swd_lens.base.figures import INK, INK_ON_FILL, literal, new_figure
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits import UnitScores
@@ -56,28 +56,30 @@ def plot_unit_paths(
         TypeError: units of a coder, which have no read and write edges.
     """
     if kind not in WRITES_RESIDUAL:
-        raise error("paths-of-a-reader", kind=kind, kinds=WRITES_RESIDUAL)
+        raise ValueError(
+            f"kind={quoted(kind)}: these units do not write to the residual stream; take one of {WRITES_RESIDUAL}"
+        )
     if per_layer < 1:
-        raise error("paths-of-no-units", per_layer=per_layer)
+        raise ValueError(f"per_layer={per_layer}: give a whole number of at least 1")
     units = UnitSet.of(model, factors)
     units.require_made_for(scores.settings, "this ranking")
     sites = {split_name(site)[0]: site for site in scores.scores if split_name(site)[1] == kind}
     if not sites:
-        raise error("paths-without-such-a-site", kind=kind, sites=", ".join(scores.scores))
+        raise ValueError(f"none of these scores is of a site {kind}; there are {', '.join(scores.scores)}")
     for name in labels or {}:
         site, _, index = name.rpartition("/")
         if site not in scores.scores or not index.isdigit() or int(index) >= len(scores.scores[site]):
             has = ", ".join(f"{site} (0 to {len(of_site) - 1})" for site, of_site in scores.scores.items())
-            raise error("paths-label-of-nothing", unit=name, sites=has)
+            raise ValueError(f"label of {quoted(name)}: there is no such unit among the scored ones: {has}")
     ranks = scores.ranks()
     if layers is None:
         layers = sorted(sites, key=lambda layer: int(ranks[sites[layer]].min()))[:_MOST_LAYERS]
     if unknown := [layer for layer in layers if layer not in sites]:
-        raise error(
-            "paths-without-such-a-layer", kind=kind, layer=unknown[0], layers=", ".join(map(str, sorted(sites)))
+        raise ValueError(
+            f"no units of {kind} in layer {unknown[0]}; scored are layers {', '.join(map(str, sorted(sites)))}"
         )
     if not layers:
-        raise error("paths-without-layers")
+        raise ValueError("layers is empty: name at least one")
 
     band = per_layer * _UNIT_STEP + 0.42
     height = band * len(layers) + 0.95
@@ -114,7 +116,9 @@ def _draw_layer(
 ) -> None:
     """One layer's input, the units with a line below each, and the sum of what they write, around a height."""
     if not isinstance(factors, Factors):
-        raise error("paths-of-a-coder", site=site, kind=type(factors).__name__)
+        raise TypeError(
+            f"the units of {site} are a {type(factors).__name__}, which has no read and write edges to draw"
+        )
     layer, _ = split_name(site)
     reads, writes = (factors.read != 0).sum(0), (factors.write != 0).sum(1)
     _box(ax, (_INPUT_X, middle), 0.86, 0.62, "#eef4fa")

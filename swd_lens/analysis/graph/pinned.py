@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 from swd_lens.units.keys import read_unit, single_units
 
 if TYPE_CHECKING:
@@ -40,7 +40,10 @@ def pinned_nodes(graph: "UnitGraph", pinned: Any = None) -> list[str]:
             site, unit = read_unit(each, {site for site in nodes["site"] if isinstance(site, str)})
             of_unit = nodes["node"][(nodes["site"] == site) & (nodes["unit"] == unit)].tolist()
             if not of_unit:
-                raise error("graph-pinned-of-nothing", unit=f"{site}/{unit}")
+                its_unit = f"{site}/{unit}"
+                raise ValueError(
+                    f"{legible(its_unit)} is pinned but not in the graph; pin units or nodes that graph.nodes has"
+                )
             found += of_unit
         return list(dict.fromkeys(found))
     answers = nodes["node"][nodes["kind"] == "logit"].tolist()

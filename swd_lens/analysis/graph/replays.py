@@ -22,7 +22,7 @@ from swd_lens.analysis.graph.build import frozen_run, units_of_run
 from swd_lens.analysis.graph.frozen import FrozenRun, before_cap
 from swd_lens.analysis.graph.responses import Place, held_layers, responses
 from swd_lens.analysis.graph.result import UnitGraph, records
-from swd_lens.base.errors import error
+from swd_lens.base.errors import quoted
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import SavedRecord
@@ -129,12 +129,12 @@ def replays(
         UnsupportedHostError: see `unit_graph`; AttachError: see `swd_lens.attach`.
     """
     if not graph.has_prompt:
-        raise error("replays-without-a-prompt")
+        raise ValueError("replays run a prompt, and this graph has none: make it with unit_graph(..., prompt=...)")
     if n_prompts := graph.settings.get("task_prompts"):
-        raise error("replays-of-several-prompts", n_prompts=n_prompts)
+        raise ValueError(f"this graph is the mean of {n_prompts} prompts; replays need the unit_graph of one")
     for strength in strengths:
         if isinstance(strength, bool) or not abs(float(strength)) < float("inf"):
-            raise error("replays-at-no-strength", strength=strength)
+            raise ValueError(f"strengths are numbers that z is multiplied by, got {quoted(strength)}")
     attached, settings = units_of_run(model, factors, graph)
     clamped = _clamped(graph, units, attached)
     rows = {row["node"]: row for row in records(graph.nodes)}
@@ -181,7 +181,10 @@ def _clamped(graph: UnitGraph, units: Any, attached: UnitSet) -> list[str]:
         is_node = isinstance(unit, str) and "@" in unit
         of_unit = [unit] if is_node and unit in names else [] if is_node else by_unit.get(read_unit(unit, attached), [])
         if not of_unit:
-            raise error("replays-of-another-unit", unit=unit)
+            raise ValueError(
+                f'the graph does not draw {quoted(unit)}; name a node of it ("blocks.2.mlp_out/17@5") or one of its '
+                "units"
+            )
         clamped += of_unit
     return list(dict.fromkeys(clamped))
 
@@ -192,7 +195,10 @@ def _require_the_graphs_run(run: FrozenRun, watched: Mapping[str, Place], rows: 
     largest = max((abs(z) for _, z in pairs), default=1.0)
     difference = max((abs(now - then) for now, then in pairs), default=0.0)
     if difference > _TOLERANCE * max(largest, 1e-6):
-        raise error("replays-of-another-run", difference=difference, largest=largest)
+        raise ValueError(
+            f"z of this run and of the graph differ by {difference:.2g} where the largest is {largest:.2g}: it is another "
+            "model, or other hooks are on it"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- true runs

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from swd_lens.analysis.graph.drawing import GraphDrawing, draw
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 from swd_lens.base.files import write_json
 from swd_lens.base.record import Record, checked
 from swd_lens.base.sealed import read_json, readable, unseal
@@ -140,7 +140,7 @@ class UnitGraph(Record):
         from swd_lens.analysis.graph.viewer.page import GraphPage
 
         if not isinstance(beside, UnitGraph | None):
-            raise error("graph-page-beside-another-thing", kind=type(beside).__name__)
+            raise TypeError(f"beside must be a UnitGraph, got a {type(beside).__name__}")
         values = contents(
             self, audit=audit, replays=replays, attention=attention, groups=groups, labels=labels, beside=beside
         )
@@ -168,7 +168,7 @@ class UnitGraph(Record):
         if len(set(names)) < len(names) or not {row[end] for row in edges for end in ("source", "target")} <= set(
             names
         ):
-            raise error("graph-of-unknown-nodes")
+            raise ValueError("nodes of one name, or edges between nodes that are not there")
         return cls(table(nodes, NODES), table(edges, EDGES), values["settings"])
 
     def export(
@@ -259,15 +259,20 @@ class UnitGraph(Record):
         """
         path = Path(path)
         if not path.is_file():
-            raise error("graph-file-missing", path=path)
+            raise FileNotFoundError(f"there is no graph file {legible(path)}; UnitGraph.to_json writes one")
         whole = read_json(path, _WHAT)
         metadata = whole.get("metadata") if isinstance(whole, dict) else None
         values = metadata.get("swd_lens") if isinstance(metadata, dict) else None
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
-            raise error("graph-file-of-another-tool", path=path)
+            raise ValueError(
+                f"{legible(path)} is not a graph that swd_lens wrote (it has no metadata.swd_lens); give a file of "
+                "UnitGraph.to_json"
+            )
         version = values.get("version")
         if type(version) is int and version > _VERSION:
-            raise error("graph-file-of-the-future", path=path, version=version, known=_VERSION)
+            raise ValueError(
+                f"{legible(path)} has graph format {version}, this swd_lens reads up to {_VERSION}; update swd_lens"
+            )
         values = unseal(values, path, _WHAT)
         with readable(path, _WHAT):
             graph = cls.from_dict(values)

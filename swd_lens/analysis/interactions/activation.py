@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.base.machine import is_out_of_memory
 from swd_lens.hosts import Host
 from swd_lens.hosts.sites import Site
@@ -54,7 +54,11 @@ def find_activation(host: Host, site: Site, pre: Tensor, up: Tensor | None, post
             if is_out_of_memory(cause):
                 raise
     between = "activation(pre)" if up is None else "activation(gate) * up"
-    raise error("interactions-of-mixed-channels", layer=site.layer, between=between)
+    raise UnsupportedHostError(
+        f"the MLP of blocks.{site.layer} does not feed {between} into mlp_out: another step stands there, such as the "
+        "LayerNorm of solu_ln or a softmax over channels, or its activation was not found in the host. Pair interactions "
+        "need an activation that acts on each channel by itself"
+    )
 
 
 def _candidates(host: Host, site: Site) -> Iterator[tuple[str, Any]]:

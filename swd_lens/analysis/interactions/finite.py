@@ -25,7 +25,7 @@ from swd_lens.analysis.interactions.site import (
     site_named,
     text_of,
 )
-from swd_lens.base.errors import error
+from swd_lens.base.errors import UnsupportedHostError, quoted
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import Host, host_of, sites_of
@@ -80,11 +80,11 @@ def unit_interactions(
     neighbours = {other.kind: other for other in host.sites() if other.layer == named.layer}
     _require_activated(named, gated="mlp_gate" in neighbours)
     if isinstance(top, bool) or not isinstance(top, int) or top < 2:
-        raise error("interactions-of-one", top=top)
+        raise ValueError(f"top must be a whole number of 2 or more (a pair needs two units), got {quoted(top)}")
     stream = text_of(model, tokens, batch_size, 1, "the sums need")
     with attached(host, factors, named, stream, batch_size) as run:
         if "mlp_out" not in neighbours:
-            raise error("pairs-without-a-reader", layer=named.layer, site=named.name)
+            raise UnsupportedHostError(f"blocks.{named.layer} has no mlp_out: where {named.name} leads to is not known")
         sites = [named] if up_branch is None else [named, up_branch]
         paired = _most_energetic(run, sites, neighbours["mlp_out"], top, progress)
         up = neighbours["mlp_in"] if named.kind == "mlp_gate" else None
@@ -125,9 +125,16 @@ def _sites(host: Host, pattern: Pattern) -> tuple[Site, Site | None]:
 def _require_activated(site: Site, gated: bool) -> None:
     """Raises ValueError unless the site's output goes through the activation."""
     if site.kind == "mlp_in" and gated:
-        raise error("interactions-of-the-ungated-branch", layer=site.layer, site=site.name)
+        raise ValueError(
+            f"the MLP of blocks.{site.layer} is gated: units of {site.name} enter activation(gate) * up linearly, so no "
+            f"two of them interact. Take blocks.{site.layer}.mlp_gate, whose units pass the activation, or name both "
+            "sites: each unit of one with each of the other"
+        )
     if site.kind not in ("mlp_in", "mlp_gate"):
-        raise error("interactions-behind-the-activation", site=site.name)
+        raise ValueError(
+            f"{site.name} is summed after the activation, not before: its units cannot interact there. unit_interactions "
+            "takes mlp_in (gated MLPs: mlp_gate); unit_overlap measures the units of any site"
+        )
 
 
 @dataclass(frozen=True)

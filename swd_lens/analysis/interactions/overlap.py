@@ -28,7 +28,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 from swd_lens.analysis.interactions.site import SMALL, PairResult, attached, bars, site_named, strongest, text_of
-from swd_lens.base.errors import error
+from swd_lens.base.errors import quoted
 from swd_lens.base.figures import INK, PALETTE, heatmap, new_figure, style
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import host_of
@@ -208,7 +208,7 @@ def unit_overlap(
     host = host_of(model)
     named = site_named(host, site)
     if isinstance(shown, bool) or not isinstance(shown, int) or shown < 2:
-        raise error("overlap-of-one", shown=shown)
+        raise ValueError(f"shown must be a whole number of 2 or more (a matrix of pairs), got {quoted(shown)}")
     stream = text_of(model, tokens, batch_size, 2, "a correlation needs")
     with attached(host, factors, named, stream, batch_size) as run:
         units, sums = run.units, _Sums(run.units.n_units)
@@ -219,13 +219,10 @@ def unit_overlap(
     valid = units.valid_units.cpu()
     defined = valid & ~constant
     if int(defined.sum()) < 2:
-        raise error(
-            "overlap-of-constants",
-            site=named.name,
-            n_units=units.n_units,
-            n_empty=int((~valid).sum()),
-            n_constant=int((valid & constant).sum()),
-            n_tokens=stream.n_tokens,
+        raise ValueError(
+            f"{named.name}: a pair needs two units that change, but of {units.n_units} units {int((~valid).sum())} have "
+            f"no edges and {int((valid & constant).sum())} have the same z on all {stream.n_tokens} tokens; give more "
+            "varied text"
         )
     variance = covariance.diagonal()
     write = units.write.detach().double().cpu()

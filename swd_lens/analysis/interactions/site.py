@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import TokenError, quoted
 from swd_lens.base.figures import ATTENTION, INK, NEGATIVE, POSITIVE
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
@@ -43,11 +43,9 @@ def site_named(host: Host, pattern: Pattern) -> Site:
     """
     sites = sites_of(host, pattern)
     if len(sites) > 1:
-        raise error(
-            "pairs-of-several-sites",
-            pattern=pattern,
-            n_sites=len(sites),
-            sites=", ".join(site.name for site in sites[:3]),
+        raise ValueError(
+            f"{quoted(pattern)} names {len(sites)} sites ({', '.join(site.name for site in sites[:3])} ...); pairs are "
+            "taken within one site: name one"
         )
     return sites[0]
 
@@ -60,11 +58,11 @@ def text_of(model: Any, tokens: Any, batch_size: Any, least: int, why: str) -> T
         TokenError: fewer tokens than `least`; and see `as_stream`.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise error("no-rows-per-forward", batch_size=batch_size)
+        raise ValueError(f"batch_size={quoted(batch_size)}: give how many rows run in one forward, 1 or more")
     require_no_dropout(model)
     stream = as_stream(tokens, model)
     if stream.n_tokens < least:
-        raise error("pairs-without-enough-tokens", n_tokens=stream.n_tokens, reason=why, least=least)
+        raise TokenError(f"got {stream.n_tokens} token; {why} at least {least} positions: give more text")
     return stream
 
 
@@ -123,7 +121,10 @@ class SiteRun:
             )
             for site in (self.site, *others):
                 if not bool(seen.units[site.name].isfinite().all()):
-                    raise error("pairs-not-finite", site=site.name)
+                    raise ValueError(
+                        f"the units of {site.name} are not finite on these tokens: activations overflow, or the factors "
+                        "are damaged; run the host in float32, or factorize the site again"
+                    )
             yield seen
 
     def provenance(self, **choices: Any) -> dict[str, Any]:
@@ -163,12 +164,20 @@ def paired_factors(by_site: UnitSet, site: Site) -> Factors:
         ValueError: there are none, they are no read/write factors, or fewer than two of their units have edges.
     """
     if site.name not in by_site:
-        raise error("pairs-of-a-site-without-factors", site=site.name, sites=", ".join(by_site))
+        raise ValueError(
+            f"these factors hold nothing for {site.name}; they are for {', '.join(by_site)}. Factorize the site, or name "
+            "one of those"
+        )
     units = by_site[site.name]
     if not isinstance(units, Factors):
-        raise error("pairs-of-a-coder", site=site.name, kind=type(units).__name__)
+        raise ValueError(
+            f"{site.name} holds {type(units).__name__}, which shows no write vectors; pairs of units need Factors"
+        )
     if (valid := int(units.valid_units.sum())) < 2:
-        raise error("pairs-without-two-units", site=site.name, n_valid=valid)
+        raise ValueError(
+            f"{site.name} has {valid} valid units (units with a read and a write edge); a pair needs two. Factorize it at "
+            "a lower sparsity"
+        )
     return units
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from swd_lens.analysis.qk.replay import draw_map, map_size
 from swd_lens.analysis.qk.scores import LayerScores, attended_row, layer_units, provenance, run_layers, units_of_head
 from swd_lens.base.display import card, folded_settings
-from swd_lens.base.errors import error
+from swd_lens.base.errors import QKError
 from swd_lens.base.figures import new_figure
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.prompt import Prompt, token_strings
@@ -90,9 +90,7 @@ class ScoreParts:
             site, unit = read_unit(given, [side.site.name])
             if site != side.site.name or not 0 <= unit < side.n_units:
                 shown = unit if site == side.site.name else f"{site}/{unit}"
-                raise error(
-                    "qk-no-such-unit-of-parts", side=name, unit=shown, site=side.site.name, last=side.n_units - 1
-                )
+                raise QKError(f"{name} is {shown}, but {side.site.name} has units 0 to {side.n_units - 1}")
             pair.append(unit)
         device = self.run.mask.device
         with torch.no_grad():
@@ -111,7 +109,7 @@ class ScoreParts:
         size, asked = len(self.tokens), (dest, src)
         dest, src = (position + size if position < 0 else position for position in asked)
         if not (0 <= dest < size and 0 <= src < size and bool(self.mask[dest, src])):
-            raise error("qk-masked-position", dest=asked[0], src=asked[1], last=size - 1)
+            raise QKError(f"destination {asked[0]} does not look at source {asked[1]} (positions 0 to {size - 1})")
         heads = self.run.heads
         queries, keys = self.run.q.at(self.head, dest), self.run.k.at(heads.key_head(self.head), src)
         contributions = (queries @ keys.mT * heads.scale).cpu()

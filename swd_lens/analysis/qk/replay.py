@@ -27,7 +27,7 @@ from swd_lens.analysis.qk.scores import (
     units_of_head,
 )
 from swd_lens.analysis.qk.screen import QKPair
-from swd_lens.base.errors import error, visible_token
+from swd_lens.base.errors import QKError, quoted, visible_token
 from swd_lens.base.figures import INK, heatmap, literal, new_figure
 from swd_lens.base.panels import Panel, attention_heads
 from swd_lens.base.record import Record, column
@@ -217,7 +217,7 @@ def qk_replay(model: Any, factors: Any, pair: QKPair, prompt: Any, *, remove: st
 def require_removal(remove: str) -> None:
     """Raises QKError where there is no such removal."""
     if remove not in _REMOVE:
-        raise error("qk-unknown-removal", remove=remove, choices=", ".join(_REMOVE))
+        raise QKError(f"remove={quoted(remove)}: give one of {', '.join(_REMOVE)}")
 
 
 def with_gamma(layers: Mapping[int, LayerUnits], pair: QKPair) -> QKPair:
@@ -229,9 +229,7 @@ def with_gamma(layers: Mapping[int, LayerUnits], pair: QKPair) -> QKPair:
     units = units_of_head(layers, pair.layer, pair.head)
     for name, index, side in (("q_unit", pair.q_unit, units.q), ("k_unit", pair.k_unit, units.k)):
         if not 0 <= index < side.n_units:
-            raise error(
-                "qk-no-such-pair", pair=pair, side=name, index=index, site=side.site.name, last=side.n_units - 1
-            )
+            raise QKError(f"{pair}: {name} is {index}, but {side.site.name} has units 0 to {side.n_units - 1}")
     a, b = units.q.folded[pair.q_unit, pair.head], units.k.folded[pair.k_unit, units.heads.key_head(pair.head)]
     return QKPair(pair.layer, pair.head, pair.q_unit, pair.k_unit, float(a @ b * units.heads.scale))
 

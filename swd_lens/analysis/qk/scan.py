@@ -21,7 +21,7 @@ from swd_lens.analysis.qk.replay import NUMBERS, Removal, removals, require_remo
 from swd_lens.analysis.qk.scores import LayerScores, attended_row, layer_units, provenance, run_layers
 from swd_lens.analysis.qk.screen import QKPair, QKScreen, draw_heads, qk_screen
 from swd_lens.base.display import Folded
-from swd_lens.base.errors import error
+from swd_lens.base.errors import QKError
 from swd_lens.base.figures import new_figure, style
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record, column
@@ -179,10 +179,10 @@ def qk_scan(
     units = UnitSet.of(model, factors)
     require_removal(remove)
     if screen is not None and pairs is not None:
-        raise error("qk-pairs-and-a-screen")
+        raise QKError("give pairs or a screen to take them from, not both")
     rows = [attended_row(model, prompt) for prompt in Prompt.several(model, prompts, "qk")]
     if not rows:
-        raise error("qk-no-prompts")
+        raise QKError("there are no prompts; give at least one")
     layers = layer_units(units)
     choice: dict[str, Any] = {"pairs": "given"}
     if pairs is None:
@@ -191,7 +191,7 @@ def qk_scan(
         choice |= {name: screen.settings[name] for name in ("top", "distance")}
         pairs = screen.pairs(per_head)
     if not pairs:
-        raise error("qk-no-pairs")
+        raise QKError("there are no pairs to replay: every coefficient of the screen is zero, or the list is empty")
     by_layer: dict[int, list[QKPair]] = {}
     for pair in pairs:
         by_layer.setdefault(pair.layer, []).append(with_gamma(layers, pair))

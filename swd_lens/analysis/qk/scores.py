@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import QKError, UnsupportedHostError
 from swd_lens.hosts import require_no_dropout
 from swd_lens.hosts.attention import HeadNorm, Heads, Rotation, heads_of, rotations
 from swd_lens.hosts.recording import Recording, record, standing_hooks
@@ -95,10 +95,16 @@ def layer_units(units: UnitSet) -> dict[int, LayerUnits]:
     """
     for site in units.sites:
         if site.kind in _SIDES and not isinstance(units[site.name], Factors):
-            raise error("qk-of-a-coder", site=site.name)
+            raise UnsupportedHostError(
+                f"{site.name} holds an encode/decode pair; QK coefficients are products of write vectors, so its units "
+                "must be read and write factors"
+            )
     layers = sides_of(units, {site.layer for site in units.sites})
     if not layers:
-        raise error("qk-without-both-sides", sites=", ".join(units))
+        raise QKError(
+            f"no layer has units on its queries and its keys; these factors are of {', '.join(units)}. Factorize "
+            "attn_qkv, or attn_q and attn_k"
+        )
     return layers
 
 
@@ -137,10 +143,12 @@ def units_of_head(layers: Mapping[int, LayerUnits], layer: int, head: int) -> La
         QKError: a layer without Q and K units, or a head that is not there.
     """
     if layer not in layers:
-        raise error("qk-no-such-layer", layer=layer, layers=", ".join(map(str, layers)))
+        raise QKError(
+            f"layer {layer} has no units on its queries and keys; layers with both: {', '.join(map(str, layers))}"
+        )
     units = layers[layer]
     if not 0 <= head < units.heads.n_heads:
-        raise error("qk-no-such-head", layer=layer, last=units.heads.n_heads - 1, head=head)
+        raise QKError(f"layer {layer} has heads 0 to {units.heads.n_heads - 1}, not {head}")
     return units
 
 
@@ -172,12 +180,12 @@ def attended_row(model: Any, prompt: Prompt) -> Int[Tensor, " pos"]:
         TokenError: more tokens than the context holds.
     """
     if not prompt.ids:
-        raise error("qk-empty-prompt")
+        raise QKError("the prompt has no tokens; attention needs at least two")
     if prompt.n_rows != 1:
-        raise error("qk-prompt-of-several-rows", n_rows=prompt.n_rows)
+        raise QKError(f"a prompt is one row of tokens, got {prompt.n_rows}; qk_scan takes a list of prompts")
     row = prompt.row(model)
     if len(row) < 2:
-        raise error("qk-prompt-of-one-token")
+        raise QKError("a prompt of one token attends to itself whatever its scores; give at least two tokens")
     return row
 
 
@@ -320,7 +328,11 @@ class LayerScores:
         shown, ours = self.shown[..., self.mask], self.capped(self.scores)[..., self.mask]
         off, largest = float((shown - ours).abs().max()), float(shown.abs().max())
         if not off <= _TOLERANCE.get(dtype, _COARSE) * max(largest, 1e-6):
-            raise error("qk-scores-changed", layer=self.heads.layer, difference=off, largest=largest)
+            raise UnsupportedHostError(
+                f"layer {self.heads.layer}: queries and keys give scores that differ by {off:.3g} from those the host "
+                f"shows (largest {largest:.3g}). It does something to queries, keys or scores that is not known here, or "
+                "a hook changes them; remove hooks with model.reset_hooks(), else please report it with the model's name"
+            )
 
 
 def run_layers(
@@ -380,5 +392,8 @@ def z_rms(
 
 def _shown(recording: Recording, hook: str) -> Tensor:
     if hook not in recording.hooks:
-        raise error("qk-scores-never-shown", name=hook)
+        raise UnsupportedHostError(
+            f"{hook} saw nothing in a forward of this host, so its attention scores cannot be compared; a "
+            "TransformerBridge that leaves attention to transformers does not show them"
+        )
     return recording.hooks[hook]

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from swd_lens.analysis.qk.scores import LayerUnits, Side, layer_units, provenance, z_rms
 from swd_lens.base.display import card
-from swd_lens.base.errors import error
+from swd_lens.base.errors import QKError
 from swd_lens.base.figures import heatmap, new_figure, style
 from swd_lens.base.record import Record, column
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -118,7 +118,7 @@ class QKScreen(Record):
             QKError: per_head is not positive.
         """
         if per_head < 1:
-            raise error("qk-none-per-head", per_head=per_head)
+            raise QKError(f"per_head={per_head}: give a whole number of at least 1")
         return [pair for pair, _ in self._ranked(per_head)]
 
     def _ranked(self, per_head: int) -> list[tuple[QKPair, float]]:
@@ -192,9 +192,9 @@ def qk_screen(
     """
     units = UnitSet.of(model, factors)
     if top < 1:
-        raise error("qk-screen-of-nothing", top=top)
+        raise QKError(f"top={top}: give a whole number of at least 1")
     if not 0 <= distance < int(model.cfg.n_ctx):
-        raise error("qk-screen-too-far", distance=distance, last=int(model.cfg.n_ctx) - 1)
+        raise QKError(f"distance={distance}: give 0 to {int(model.cfg.n_ctx) - 1}, the host's context less one")
     with torch.no_grad():
         layers = layer_units(units)
         rms = None if tokens is None else z_rms(units, layers, as_stream(tokens, model), batch_size)
@@ -279,7 +279,10 @@ def plot_attention_fidelity(fidelity: Fidelity) -> Figure:
         if kind in _MATRICES:
             kinds.setdefault(kind, {})[layer] = float(difference)
     if not kinds:
-        raise error("qk-fidelity-of-other-sites", sites=", ".join(fidelity.relmse))
+        raise QKError(
+            f"this fidelity is of {', '.join(fidelity.relmse)}; factorize attn_qkv and attn_o to see how well attention "
+            "is kept"
+        )
     layers = sorted({layer for errors in kinds.values() for layer in errors})
     figure, axes = new_figure(width=1.6 + 0.34 * max(len(layers), 8), height=2.6)
     ax = axes[0, 0]

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from swd_lens.base.errors import RayMissingError, WorkerLostError, error
+from swd_lens.base.errors import RayMissingError, WorkerLostError, quoted
 from swd_lens.factorization.solve import Solved, SolveTask, solve_task
 from swd_lens.factorization.workers.order import Backend, Workers
 from swd_lens.factorization.workers.pool import Pool
@@ -45,11 +45,11 @@ def open_workers(workers: int | str = 1, *, threads: int | None = None, retries:
             installed; RAY_ADDRESS answers not; no node has as many CPUs as `threads`.
     """
     if workers != "ray" and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
-        raise error("no-workers", workers=workers)
+        raise ValueError(f"workers={quoted(workers)}: give 1 (this process), a number of processes, or 'ray'")
     if threads is not None and threads < 1:
-        raise error("no-threads", threads=threads)
+        raise ValueError(f"threads={threads}: a solve takes at least 1 CPU thread; None leaves the choice to swd_lens")
     if retries < 0:
-        raise error("negative-retries", retries=retries)
+        raise ValueError(f"retries={retries}: give how often a task whose worker died is tried again, 0 for never")
     if workers == 1:
         yield Workers(None, threads)
         return
@@ -68,7 +68,7 @@ def _ray(threads: int, retries: int) -> Backend:
     try:
         import ray  # noqa: F401
     except ImportError as cause:
-        raise error("ray-missing") from cause
+        raise RayMissingError("workers='ray' needs Ray, which is not installed: pip install 'swd-lens[ray]'") from cause
     from swd_lens.factorization.workers.cluster import Cluster
 
     return Cluster(threads, retries)

@@ -22,7 +22,7 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
-from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.errors import callers_level, legible
 from swd_lens.factorization.solve import SolveTask, threads_set_to
 from swd_lens.factorization.workers.order import Assignment, Failed, lost, read_reply
 from swd_lens.factorization.workers.parcel import Parcel, attempt, pack_task
@@ -45,7 +45,7 @@ class Cluster:
         widest = max((_offered(node, "CPU") for node in _nodes()), default=0)
         if threads > widest:
             self.close()
-            raise error("more-threads-than-the-cluster", threads=threads, widest=widest)
+            raise ValueError(f"threads={threads}: no node of the Ray cluster has more than {widest:g} CPUs; give fewer")
 
     @property
     def n_workers(self) -> int:
@@ -102,12 +102,9 @@ class Cluster:
         if stored.attempts > self._retries:
             return lost(stored.task, stored.attempts, how)
         warnings.warn(
-            warning(
-                "ray-worker-replaced",
-                site=stored.task.site,
-                reason=how,
-                attempts=stored.attempts,
-                retries=self._retries,
+            RuntimeWarning(
+                f"the Ray worker that solved {stored.task.site} died ({legible(how)}); trying again ({stored.attempts} of "
+                f"{self._retries} retries)"
             ),
             stacklevel=callers_level(),
         )
@@ -149,7 +146,9 @@ def _check_that_somebody_answers(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
     except OSError as cause:
-        raise error("no-ray-cluster", address=address, reason=cause) from cause
+        raise ValueError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({legible(cause)}); start it, or unset it"
+        ) from cause
 
 
 def _nodes() -> list[dict[str, Any]]:
@@ -165,7 +164,10 @@ def _requested_memory(task: SolveTask) -> int:
     most = int(max((_offered(node, "memory") for node in _nodes()), default=0))
     if task.bytes > most:
         warnings.warn(
-            warning("larger-than-a-ray-node", site=task.site, needed=task.bytes / 1e9, offered=most / 1e9),
+            RuntimeWarning(
+                f"{task.site} is estimated to need {task.bytes / 1000000000.0:.3g} GB; the largest node of the Ray cluster "
+                f"offers {most / 1000000000.0:.3g} GB and gets it alone"
+            ),
             stacklevel=callers_level(),
         )
     return min(task.bytes, most)

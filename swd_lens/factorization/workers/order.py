@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import WorkerLostError
 from swd_lens.factorization.solve import Solved, SolveTask, solve_task, threads_set_to
 from swd_lens.factorization.workers.parcel import Parcel, unpack_solved
 from swd_lens.solver import OnIteration
@@ -176,7 +176,9 @@ def lost(task: SolveTask, attempts: int, how: str) -> Failed:
     """No further attempt: the error that says so."""
     memory = f"it is estimated to need {task.bytes / 1e9:.3g} GB" if task.bytes else "its memory was not estimated"
     return Failed(
-        error(
-            "worker-lost", site=task.site, shape=tuple(task.weight.shape), attempts=attempts, reason=how, memory=memory
+        WorkerLostError(
+            f"{task.site} {tuple(task.weight.shape)}: its worker died {attempts} times out of {attempts} attempts, last: "
+            f"{how}. If memory ran out ({memory}), use fewer workers or a machine with more; else look into the worker's "
+            "messages"
         )
     )

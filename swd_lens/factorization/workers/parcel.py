@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 from swd_lens.factorization.solve import Solved, SolveTask, solve_task
 from swd_lens.units.factors import Factors
 
@@ -139,7 +139,7 @@ def _exactly(pipe: IO[bytes], n: int) -> memoryview:
     while at < n:
         got = pipe.readinto(into[at:])  # type: ignore[attr-defined]
         if not got:
-            raise error("other-process-gone", missing=n - at)
+            raise EOFError(f"the other process is gone, {legible(n - at)} bytes before the end")
         at += got
     return into
 

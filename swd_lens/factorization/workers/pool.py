@@ -28,7 +28,7 @@ from typing import IO
 
 import torch
 
-from swd_lens.base.errors import callers_level, warning
+from swd_lens.base.errors import callers_level, legible
 from swd_lens.base.machine import available_bytes
 from swd_lens.factorization.solve import SolveTask
 from swd_lens.factorization.workers.order import Assignment, Failed, lost, read_reply
@@ -109,12 +109,9 @@ class Pool:
         if assignment.attempts > self._retries:
             return lost(assignment.task, assignment.attempts, how)
         warnings.warn(
-            warning(
-                "worker-replaced",
-                site=assignment.task.site,
-                event=how,
-                attempts=assignment.attempts,
-                retries=self._retries,
+            RuntimeWarning(
+                f"the worker process that solved {assignment.task.site} {legible(how)}; trying again ({assignment.attempts} of "
+                f"{self._retries} retries)"
             ),
             stacklevel=callers_level(),
         )

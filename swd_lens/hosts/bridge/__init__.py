@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.errors import UnsupportedHostError, callers_level, legible
 from swd_lens.hosts import Affine, Host, Register, is_centered, matrix_entries, require_matrix, require_unattached
 from swd_lens.hosts.adapters import adapter_in
 from swd_lens.hosts.bridge import fused
@@ -64,7 +64,10 @@ class BridgeHost(BridgeRuns, Host):
     def __init__(self, model: Any):
         self.model = model
         if not isinstance(model._modules.get("blocks"), nn.ModuleList):
-            raise error("bridge-without-blocks", bridge=type(model).__name__, adapter=type(model.adapter).__name__)
+            raise UnsupportedHostError(
+                f"this {type(model).__name__} ({type(model.adapter).__name__}) has no list of blocks called `blocks`; "
+                "swd_lens reads sites off decoder-only and BERT-style models"
+            )
         blocks = self.blocks()
         if _ACCEPTED.get(model) != blocks:
             self._require_matrices(blocks)
@@ -73,25 +76,28 @@ class BridgeHost(BridgeRuns, Host):
     def _require_matrices(self, blocks: tuple[BlockShapes, ...]) -> None:
         """No matrix is left out silently: say which are no sites; raise if none is one, or some are packed or have an adapter."""
         if (adapter := adapter_in(self.model.original_model)) is not None:
-            raise error("unmerged-adapter", module=adapter)
+            raise UnsupportedHostError(
+                f"this model has an adapter in it ({adapter}): its matrices are sums of two. Merge it first: "
+                "model.merge_and_unload(), then save_pretrained(folder) and swd_lens.load_host(folder)"
+            )
         if (packed := packed_in(self.model.original_model)) is not None:
-            raise error("packed-parameter", parameter=packed)
+            raise UnsupportedHostError(
+                f"{packed}, no plain tensor: swd_lens factorizes what h @ W multiplies by. Load the model unquantized, or "
+                "dequantize it first"
+            )
         others = [f"blocks.{layer}.{other}" for layer, block in enumerate(blocks) for other in block.other_matrices]
         if not any(block.shapes for block in blocks):
-            raise error(
-                "bridge-without-sites",
-                adapter=type(self.model.adapter).__name__,
-                parts=", ".join(others[:4]) or "no matrices",
+            raise UnsupportedHostError(
+                f"found no matrix to factorize in this bridge ({type(self.model.adapter).__name__}); its blocks have "
+                f"{', '.join(others[:4]) or 'no matrices'}, and swd_lens needs plain nn.Linear or Conv1D projections"
             )
         share = sum(block.numel_left for block in blocks) / matrix_entries(self)
         if others and share >= _LEFT:
+            more = " ..." if len(others) > 4 else ""
             warnings.warn(
-                warning(
-                    "bridge-other-matrices",
-                    n_parts=len(others),
-                    parts=", ".join(others[:4]),
-                    more=" ..." if len(others) > 4 else "",
-                    share=share,
+                UserWarning(
+                    f"{len(others)} parts of this bridge hold matrices that are no sites: {', '.join(others[:4])}{more}; "
+                    f"'all' leaves them out, which is {share:.2%} of the entries of its blocks' matrices"
                 ),
                 stacklevel=callers_level(),
             )
@@ -211,7 +217,10 @@ class BridgeHost(BridgeRuns, Host):
     def readout(self) -> tuple[Float[Tensor, " d_model"] | None, Float[Tensor, "d_model vocab"]]:
         unembed, norm = self.model._modules.get("unembed"), self.model._modules.get("ln_final")
         if unembed is None or not facts_of(self.model).reads_out:
-            raise error("no-next-token-logits", adapter=type(self.model.adapter).__name__)
+            raise UnsupportedHostError(
+                f"{type(self.model.adapter).__name__}: this model does not read next-token logits off its last block, so "
+                "a write vector has no direct effect on them; take a decoder-only model"
+            )
         return self.norm_weight(norm), unembed.W_U.detach().float()
 
     def norm_weight(self, norm: nn.Module | None) -> Float[Tensor, " d_model"] | None:
@@ -271,7 +280,10 @@ class BridgeHost(BridgeRuns, Host):
             flags = ("use_split_qkv_input", "use_attn_in")
         for flag in flags:
             if getattr(self.model.cfg, flag, False):
-                raise error("head-setting-on-bridge", flag=flag, site=site.name)
+                raise UnsupportedHostError(
+                    f"cfg.{flag} is on: {site.name} would be computed head by head instead of as one vector per position. "
+                    f"Call model.set_{flag}(False) first."
+                )
 
 
 # ---------------------------------------------------------------------------------------------- helpers
@@ -290,7 +302,10 @@ class _StackedWeights(Shadow):
         for block in self.model.blocks:
             leaf = leaves_of_block(block)[0].get(kind) if parameter.startswith("W_") else None
             if leaf is not None and mounted_site(leaf) is not None:
-                raise error("stacked-weights-read", parameter=parameter, site=mounted_site(leaf))
+                raise RuntimeError(
+                    f"model.{legible(parameter)} was read while {mounted_site(leaf)} is attached: its dense weight is not "
+                    "in use. Detach first, or read the factors: factors[site].read @ factors[site].write"
+                )
         return type(self.model)._stack_block_params(self.model, attr_path, *args, **kwargs)
 
 
@@ -298,7 +313,11 @@ class _Parameters(Shadow):
     """get_params, which tl_parameters and SVDInterpreter read: upstream zeroes or leaves out what is not in use."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise error("parameters-read-while-attached")
+        raise RuntimeError(
+            "the bridge's parameters were read (get_params, tl_parameters, tl_named_parameters) while units are "
+            "attached: transformer_lens would leave attached matrices out or give zeros. Detach first, or take "
+            "state_dict()"
+        )
 
 
 def _gatherer(

@@ -36,7 +36,6 @@ from transformer_lens.model_bridge.generalized_components.conv1d import Conv1DBr
 from transformer_lens.model_bridge.generalized_components.gated_delta_net import GatedDeltaNetBridge
 from transformers.pytorch_utils import Conv1D
 
-from swd_lens.base.errors import error
 from swd_lens.hosts.bridge.experts import ExpertMatrix, matrices_of, stack_in
 from swd_lens.hosts.sites import PACKED, BlockShapes
 
@@ -95,7 +94,11 @@ def _with_projection(plain: Any, name: str) -> type:
             # An AttributeError, because upstream probes for weights: getattr(o, "weight", None) in
             # position_embeddings_attention.py.
             if name == "weight":
-                raise error("attached-weight-read", site=self.__dict__.get("unit_site"))
+                raise AttributeError(
+                    f"{self.__dict__.get('unit_site')} is attached: its dense weight is not in use. Detach first to read "
+                    "it, to edit it, or to use use_attn_result, use_split_qkv_input or use_attn_in, which multiply by it "
+                    "head by head."
+                )
             return super().__getattr__(name)
 
     Factored.__name__ = Factored.__qualname__ = name  # as a class at module level: it is named in prints
@@ -223,7 +226,11 @@ class Packed(nn.Module):
         elif h is not self.h and not torch.equal(h, self.h):
             # Backward hooks upstream copy the tensor, so equal values are enough.
             self._drop()
-            raise error("packed-inputs-differ", site=mounted_site(self.leaves[0]), part="qkv"[part])
+            raise RuntimeError(
+                f"{mounted_site(self.leaves[0])} is attached: q, k and v are one projection of one input, but "
+                f"{'qkv'[part]} got another input than the parts before it. Attach attn_q, attn_k and attn_v instead to "
+                "intervene on one of their inputs."
+            )
         taken = self.slices.pop(part)
         if not self.slices:
             self._drop()

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from swd_lens.base.errors import error
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Begun, Start, require_before, require_kept
 from swd_lens.hosts.bridge.cache import empty_cache, is_known, joined, repeated, to_run_on
@@ -48,7 +47,9 @@ def with_stand_ins(model: Any, stand_ins: Sequence[StandIn], run: Callable[[], A
         RuntimeError: it is called from within such a run: what stands in there would stand in here, too.
     """
     if any(type(module) in _PLAIN for module in (*model.blocks, _unembedding(model))):
-        raise error("run-within-a-run")
+        raise RuntimeError(
+            "a hook ran this host in the middle of one of its runs; run it before or after, or run a copy"
+        )
     plain = [(module, type(module)) for module, _ in stand_ins]
     undo = Undo()
     with undo, undo:  # twice: where nothing holds it back, Ctrl-C on the way into the inner end is inside of the outer
@@ -237,7 +238,7 @@ class BridgeRuns:
             with_stand_ins(self.model, stopping(self.model, layer, start), run)
         except Reached as reached:
             return reached.args[0]
-        raise error("block-did-not-run", adapter=type(self.model.adapter).__name__, layer=layer)
+        raise RuntimeError(f"this {type(self.model.adapter).__name__} did not run block {layer}; please report it")
 
     def last_logits(
         self,

@@ -7,7 +7,7 @@ they do (`__reduce_ex__`); what only a pickle looks at is a `_Ticket` among the 
 
 from typing import Any
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import AttachError
 from swd_lens.hosts.weights import Shadow
 
 
@@ -30,7 +30,11 @@ class _Ticket:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise error("attached-bridge-pickled")
+        raise AttachError(
+            "a TransformerBridge cannot be pickled, saved by torch.save or sent to a process: transformers and "
+            "transformer_lens keep local functions in it. Save the factors (factors.save(folder)), send that folder and "
+            "what the host was loaded from, and attach there: swd.attach(load_host(name), FactorSet.load(folder))"
+        )
 
 
 def _empty(kind: Any, _: _Ticket) -> Any:

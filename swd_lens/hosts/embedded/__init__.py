@@ -20,7 +20,7 @@ from jaxtyping import Int
 from safetensors.torch import load_file
 from torch import Tensor
 
-from swd_lens.base.errors import error, errors_seen
+from swd_lens.base.errors import errors_seen, legible, quoted
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts.embedded.corpus import MIX, N_CTX, Packer, load_tokenizer
 from swd_lens.tasks.generators.words import SPLITS
@@ -138,7 +138,7 @@ def load_default_model(
 def check_kind(kind: str) -> str:
     """The same word. Raises ValueError unless it is one of KINDS."""
     if kind not in KINDS:
-        raise error("unknown-kind", choices=", ".join(KINDS), kind=kind)
+        raise ValueError(f"a host's kind must be one of {', '.join(KINDS)}; got {quoted(kind)}")
     return kind
 
 
@@ -153,13 +153,15 @@ def load_model_folder(
     folder = Path(folder)
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
-            raise error("embedded-file-missing", folder=folder, name=name)
+            raise FileNotFoundError(
+                f"{legible(folder)} has no {legible(name)}; give a folder that tests.embedded.train wrote"
+            )
     shape = Shape(**json.loads((folder / "config.json").read_text()))
     tokenizer = load_tokenizer(folder)
     state = {name: value.to(dtype) for name, value in load_file(folder / "model.safetensors").items()}
     missing = [name for name in shape.stored_names() if name not in state]
     if missing:
-        raise error("embedded-weights-missing", folder=folder, missing=", ".join(missing))
+        raise ValueError(f"{legible(folder)}/model.safetensors lacks {legible(', '.join(missing))}; train it again")
     load = _bridge if kind == "bridge" or (kind == "auto" and not _has_hooked_transformer()) else _hooked
     return load(shape, state, tokenizer, str(device or "cpu"), dtype).eval()
 
@@ -176,7 +178,10 @@ def _hooked(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str,
     try:
         from transformer_lens import HookedTransformer, HookedTransformerConfig
     except ImportError:
-        raise error("default-model-not-hooked") from None
+        raise ImportError(
+            "this transformer_lens has no HookedTransformer; install 'transformer_lens>=3.9,<4', or load a "
+            'TransformerBridge: kind="bridge"'
+        ) from None
     config = HookedTransformerConfig(**shape.hooked_config(), device=device, dtype=dtype)
     model = HookedTransformer(config, tokenizer=tokenizer, default_padding_side="left")
     state["unembed.W_U"] = state["embed.W_E"].T.contiguous()
@@ -240,7 +245,7 @@ def text_tokens(n_tokens: int, split: str = "validation", seed: int = 0) -> Int[
         ValueError: unknown split or n_tokens < 1.
     """
     if split not in SPLITS:
-        raise error("unknown-split", split=split, choices=", ".join(SPLITS))
+        raise ValueError(f"unknown split {quoted(split)}; choose one of {', '.join(SPLITS)}")
     if n_tokens < 1:
-        raise error("no-text-tokens", n_tokens=n_tokens)
+        raise ValueError(f"n_tokens is {n_tokens}; ask for at least 1")
     return Packer(load_tokenizer(WEIGHTS), split).plain_rows(seed, -(-n_tokens // N_CTX), MIX)

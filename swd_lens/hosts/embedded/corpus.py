@@ -25,7 +25,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible, quoted
 from swd_lens.tasks.generators import FAMILIES, training_document
 from swd_lens.tasks.generators.docstring import CLASSES, FUNCTIONS
 from swd_lens.tasks.generators.words import (
@@ -84,7 +84,7 @@ class Packer:
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if self.unk in ids:
             unknown = [piece for piece in self.tokenizer.tokenize(text) if piece == self.tokenizer.unk_token]
-            raise error("embedded-unknown-pieces", n_unknown=len(unknown), text=text)
+            raise ValueError(f"{len(unknown)} pieces outside the vocabulary in {quoted(text)}: rebuild the tokenizer")
         return ids
 
     def row(self, rng: random.Random, mix: dict[str, float], length: int, bos_dropped: float) -> list[list[int]]:
@@ -107,7 +107,7 @@ class Packer:
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer saved in a folder, loaded in the way TransformerLens can reload it (it needs name_or_path)."""
     if not Path(folder, "tokenizer.json").is_file():
-        raise error("embedded-tokenizer-missing", folder=folder)
+        raise FileNotFoundError(f"{legible(folder)} has no tokenizer.json; give a folder that embedded.train wrote")
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 

@@ -21,7 +21,7 @@ from transformer_lens.components import GatedMLP
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.hosts import Affine, Host, Register, is_centered, require_matrix, require_unattached
 from swd_lens.hosts.families import family_of
 from swd_lens.hosts.hooked import fused
@@ -284,14 +284,22 @@ def _refuse_unsupported(model: Any) -> None:
     """Name what stands in the way, before anything is touched."""
     cfg = model.cfg
     if getattr(cfg, "load_in_4bit", False):
-        raise error("quantized-weights")
+        raise UnsupportedHostError(
+            "cfg.load_in_4bit is on: quantized weights are not supported. Load the model without it."
+        )
     if getattr(cfg, "positional_embedding_type", "") == "shortformer":
-        raise error("shortformer-positions")
+        raise UnsupportedHostError(
+            "cfg.positional_embedding_type is 'shortformer': it feeds Q and K another input than V, so attn_qkv has no "
+            "single input. Take a model with other positions"
+        )
     for where in ("attn",) if cfg.attn_only else ("attn", "mlp"):
         component = type(getattr(model.blocks[0], where))
         if component not in PLAIN_TO_FACTORED and component not in FACTORED_TO_PLAIN:
             known = ", ".join(plain.__name__ for plain in PLAIN_TO_FACTORED)
-            raise error("unknown-module", part=where, kind=component.__name__, known=known)
+            raise UnsupportedHostError(
+                f"blocks.0.{where} is a {component.__name__}; swd_lens injects into {known}. A TransformerBridge leaves "
+                'such parts out: load_host(name, kind="bridge")'
+            )
 
 
 def _refuse_settings(cfg: Any, site: Site) -> None:
@@ -303,4 +311,4 @@ def _refuse_settings(cfg: Any, site: Site) -> None:
         flags["use_split_qkv_input"] = flags["use_attn_in"] = "would read another input from head to head"
     for flag, why in flags.items():
         if getattr(cfg, flag, False):
-            raise error("head-setting-on", flag=flag, site=site.name, reason=why)
+            raise UnsupportedHostError(f"cfg.{flag} is on: {site.name} {why}. Switch it off: model.set_{flag}(False).")

@@ -22,7 +22,7 @@ from transformer_lens.components import MLP, Attention, GatedMLP, GroupedQueryAt
 from transformer_lens.utilities.addmm import batch_addmm
 from transformer_lens.utilities.attention import simple_attn_linear
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 
 
 def _project(module: Any, kind: str, h: Tensor, bias: Tensor | None, dense: Callable[[Tensor], Tensor]) -> Tensor:
@@ -100,13 +100,18 @@ def _with_units(plain: Any, name: str) -> type:
             if "attn_o" not in self.unit_projections:
                 return super().forward(*args, **kwargs)
             if self.cfg.use_attn_result:
-                raise error("attn-result-switched-on")
+                raise RuntimeError(
+                    "cfg.use_attn_result was switched on while attn_o is attached; detach first, or switch it off: "
+                    "model.set_use_attn_result(False)"
+                )
             try:
                 super().forward(*args, **kwargs)
             except _LeaveAtZ as left:
                 h = left.args[0].flatten(-2)
                 return _project(self, "attn_o", h, self.b_O, lambda h: F.linear(h, self.W_O.flatten(0, 1).T, self.b_O))
-            raise error("attention-without-z")
+            raise RuntimeError(
+                "attention finished without asking for z: this transformer_lens differs from 3.9; please report it"
+            )
 
         def calculate_z_scores(self, v: Tensor, pattern: Tensor) -> Tensor:
             return leave_at_z(self, super().calculate_z_scores(v, pattern))
@@ -130,7 +135,10 @@ def _qkv(attn: Any, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values (batch, pos, head, d_head), hooked and normalized as upstream does."""
     if inputs[0].ndim != 3:
         flag = "use_attn_in" if attn.cfg.use_attn_in else "use_split_qkv_input"
-        raise error("split-inputs-switched-on", flag=flag)
+        raise RuntimeError(
+            f"cfg.{legible(flag)} was switched on while units read the attention's input; detach first, or switch it off: "
+            f"model.set_{legible(flag)}(False)"
+        )
     q, k, v = _packed(attn, inputs[0]) if "attn_qkv" in attn.unit_projections else _apart(attn, inputs)
     if isinstance(attn, GroupedQueryAttention) and attn.cfg.ungroup_grouped_query_attention:
         k, v = (x.repeat_interleave(attn.repeat_kv_heads, dim=2) for x in (k, v))
@@ -197,7 +205,11 @@ def model_with_units(plain: type) -> type:
                 for part in (block.attn, block._modules.get("mlp")):
                     mounted = () if part is None else part._modules.get("unit_projections", ())
                     if kinds := [kind for kind in _STACKED[name] if kind in mounted]:
-                        raise error("stacked-weights-read", parameter=name, site=f"blocks.{layer}.{kinds[0]}")
+                        site = f"blocks.{layer}.{kinds[0]}"
+                        raise RuntimeError(
+                            f"model.{legible(name)} was read while {site} is attached: its dense weight is not in use. "
+                            "Detach first, or read the factors: factors[site].read @ factors[site].write"
+                        )
             return getattr(plain, name).fget(model)
 
         return property(read)

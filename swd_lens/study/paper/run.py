@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible
 from swd_lens.base.files import plain
 from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.record import Record
@@ -196,5 +196,5 @@ def results_in(folder: str | Path) -> dict[str, ItemResult]:
     files = {name: Path(folder) / name / RESULT for name in ITEMS}
     finished = {name: ItemResult.load(path) for name, path in files.items() if path.is_file()}
     if not finished:
-        raise error("paper-folder-without-items", folder=folder)
+        raise FileNotFoundError(f"{legible(folder)} holds no finished item of the paper")
     return finished

@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible, quoted
 from swd_lens.base.record import PlainRecord
 from swd_lens.base.settings import nearest
 
@@ -98,9 +98,13 @@ class ItemSettings(Mapping[str, Any]):
         entries = dict(self.entries)
         for name, value in values.items():
             if name not in entries:
-                raise error("paper-unknown-setting", item=self.item, name=name, hint=nearest(name, entries))
+                raise ValueError(
+                    f"{legible(self.item)} has no setting {quoted(name)}; {legible(nearest(name, entries))}"
+                )
             if not _alike(value, entries[name].value):
-                raise error("paper-setting-of-another-type", item=self.item, name=name, value=value, old=self[name])
+                raise ValueError(
+                    f"{legible(self.item)}: {legible(name)}={quoted(value)} is of another type than {quoted(self[name])}"
+                )
             entries[name] = replace(entries[name], value=value)
         return replace(self, entries=entries)
 
@@ -126,12 +130,14 @@ def settings_of(item: str, profile: str = "small") -> ItemSettings:
         ValueError: no such item or profile, or one that the item does not have (the paper's Qwen models have two items).
     """
     if item not in ITEMS:
-        raise error("paper-unknown-item", item=item, hint=nearest(item, ITEMS))
+        raise ValueError(f"{quoted(item)} is no item of the paper; {legible(nearest(item, ITEMS))}")
     if profile not in PROFILES:
-        raise error("paper-unknown-profile", profile=profile, hint=nearest(profile, PROFILES))
+        raise ValueError(f"there is no profile {quoted(profile)}; {legible(nearest(profile, PROFILES))}")
     file, common = _read(item), _read(_COMMON)
     if profile not in profiles_of(item):
-        raise error("paper-item-without-profile", item=item, profile=profile, profiles=", ".join(profiles_of(item)))
+        raise ValueError(
+            f"{legible(item)} has no profile {quoted(profile)}; it has {legible(', '.join(profiles_of(item)))}"
+        )
     entries = {
         name: _setting(name, values, profile)
         for settings in (common["settings"], file["settings"])

@@ -14,7 +14,7 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import legible, quoted
 from swd_lens.tasks.generators import docstring, gendered_pronoun, greater_than, ioi, tables
 from swd_lens.tasks.generators.tables import TABLES
 from swd_lens.tasks.generators.words import OWNERS, SPLITS, TASK_PARTS
@@ -53,12 +53,10 @@ def generate(family: str, split: str, n: int, seed: int = 0, templates: str = "s
             than the split has.
     """
     if n < 1:
-        raise error("no-prompts-asked", n=n)
+        raise ValueError(f"n is {n}; ask for at least 1 prompt")
     examples = list(itertools.islice(stream(family, split, seed, templates), n))
     if len(examples) < n:
-        raise error(
-            "too-few-different-prompts", family=family, split=split, templates=templates, n_different=len(examples), n=n
-        )
+        raise ValueError(f"{family}/{split}/{templates} has about {len(examples)} different prompts; n is {n}")
     return examples
 
 
@@ -123,4 +121,4 @@ def training_document(family: str, rng: random.Random, split: str = "train") -> 
 
 def _check(what: str, value: str, valid: tuple[str, ...]) -> None:
     if value not in valid:
-        raise error("unknown-prompt-choice", name=what, value=value, choices=", ".join(valid))
+        raise ValueError(f"unknown {legible(what)} {quoted(value)}; choose one of {', '.join(valid)}")

@@ -18,7 +18,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import error
 from swd_lens.base.settings import AUTO
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.calibration_text import grams_of
@@ -67,10 +66,17 @@ def svd(
         TokenError, AttachError: bad tokens, or units are attached: they would change what the sites read.
     """
     if (whitened or weigh_outputs) != (tokens is not None):
-        raise error("svd-metric-without-tokens", whitened=whitened or weigh_outputs)
+        raise ValueError(
+            f"baselines.svd(whitened={whitened or weigh_outputs}): whitened and weigh_outputs take their metric from "
+            "text, and nothing else does; give tokens= with one of them, or neither"
+        )
     found = find_sites(model, sites)
     if by_head and (weigh_outputs or not have_heads(model, found)):
-        raise error("svd-by-head-of-no-heads", sites=", ".join(site.name for site in found))
+        raise ValueError(
+            f"baselines.svd(by_head=True) of {', '.join(site.name for site in found)}: singular vectors of heads are "
+            "those of attn_q, attn_k, attn_v, attn_qkv and attn_o, in the metric of their inputs at most; leave out "
+            "weigh_outputs and other matrices"
+        )
     if tokens is None:
         if by_head:
             return _factor_set(model, sites, lambda weight, i: _by_head(model, found[i], weight), method="svd_by_head")
@@ -208,7 +214,7 @@ def random_b_seeds(model: Any, sites: Pattern, seeds: Iterable[int] = range(10))
     """
     different = list(seeds)
     if not different or len(set(different)) < len(different):
-        raise error("random-seeds-not-different", seeds=different)
+        raise ValueError(f"Random-B takes one or more different seeds, got {different}")
     find_sites(model, sites)
     return [partial(random_b, model, sites, seed) for seed in different]
 
@@ -264,7 +270,9 @@ def channels_of(model: Any, sites: Pattern = "mlp_out") -> dict[str, CoderUnits]
     """
     host, matrices = host_of(model), find_sites(model, sites)
     if other := [site.name for site in matrices if site.kind != "mlp_out"]:
-        raise error("channels-of-another-matrix", sites=", ".join(other))
+        raise ValueError(
+            f"channels are units of mlp_out, not of {', '.join(other)}; sites='mlp_out' names every layer's"
+        )
     return {site.name: _channels(host, site) for site in matrices}
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from swd_lens.base.divergence import kl, log_probabilities
-from swd_lens.base.errors import error
+from swd_lens.base.errors import TrainError
 from swd_lens.hosts import Host, Start
 from swd_lens.hosts.frozen import frozen
 from swd_lens.hosts.predictions import Predictions
@@ -71,7 +71,9 @@ class CoderFit(Fit):
         if math.isfinite(loss):
             return
         kept = "" if folder is None else f" {folder.path} keeps {folder.kept('step')}."
-        raise error("learned-not-finite", step=step, steps=self.spec.steps, loss=loss, rate=rate, hint=kept)
+        raise TrainError(
+            f"step {step} of {self.spec.steps}: the loss is {loss}, at learning rate {rate:.3g}.{kept} Lower learning_rate"
+        )
 
     def keep(self, tokens: int) -> None:
         self._before_step()  # what is kept is as the next step would find it

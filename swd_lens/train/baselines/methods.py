@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import TrainError, quoted
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint
@@ -187,14 +187,19 @@ def _single_site(model: Any, pattern: Pattern) -> Site:
     sites = find_sites(model, pattern)
     if len(sites) != 1:
         some = ", ".join(site.name for site in sites[:4]) + (", ..." if len(sites) > 4 else "")
-        raise error("learned-several-sites", pattern=pattern, n_sites=len(sites), sites=some)
+        raise TrainError(
+            f"{quoted(pattern)} names {len(sites)} sites ({some}); a baseline is trained on one: a matrix, or a whole MLP "
+            "such as 'blocks.0.mlp'"
+        )
     return sites[0]
 
 
 def _require_fidelity(spec: VpdSpec, fidelity: str, function: str) -> None:
     if spec.fidelity != fidelity:
         other = {"kl": "vpd_kl", "recon": "vpd_recon"}[spec.fidelity]
-        raise error("learned-other-fidelity", function=function, wanted=fidelity, fidelity=spec.fidelity, other=other)
+        raise TrainError(
+            f"{function} trains fidelity={quoted(fidelity)}; for fidelity={quoted(spec.fidelity)} call {other}"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- the way of all three
@@ -212,7 +217,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
         how: see `transcoder`, which also says what is raised.
     """
     if not isinstance(how.checkpoint_every, int) or isinstance(how.checkpoint_every, bool) or how.checkpoint_every < 1:
-        raise error("learned-checkpoints-between", checkpoint_every=how.checkpoint_every)
+        raise TrainError(f"checkpoint_every={quoted(how.checkpoint_every)}: give a whole number, 1 or more")
     require_possible(how.out)
     keep = kept_steps(spec, how.keep)
     rows = rows_of(tokens, model)
@@ -307,19 +312,14 @@ def _rows_per_step(spec: TrainSpec, rows: Rows) -> int:
     """
     n_rows, left = divmod(spec.tokens_per_step, rows.row_length)
     if left:
-        raise error(
-            "learned-rows-do-not-divide",
-            tokens_per_step=spec.tokens_per_step,
-            row_length=rows.row_length,
-            nearest=max(1, n_rows) * rows.row_length,
+        raise TrainError(
+            f"tokens_per_step={spec.tokens_per_step} is no multiple of the rows' {rows.row_length} tokens; take "
+            f"{max(1, n_rows) * rows.row_length}"
         )
     if rows.n_rows < n_rows:
-        raise error(
-            "learned-text-too-short",
-            n_rows=rows.n_rows,
-            row_length=rows.row_length,
-            tokens_per_step=spec.tokens_per_step,
-            wanted=n_rows,
+        raise TrainError(
+            f"tokens has {rows.n_rows} rows of {rows.row_length} tokens, a step of tokens_per_step={spec.tokens_per_step} "
+            f"takes {n_rows}; give more text, or a smaller tokens_per_step"
         )
     return n_rows
 
@@ -336,5 +336,7 @@ def kept_steps(spec: TrainSpec, keep: Iterable[int] | int | None) -> frozenset[i
     for tokens in counts:
         whole = isinstance(tokens, int) and not isinstance(tokens, bool)
         if not whole or not 0 < tokens <= spec.steps * spec.tokens_per_step:
-            raise error("learned-keep", counts=counts, n_tokens=spec.n_tokens, tokens=tokens)
+            raise TrainError(
+                f"keep={quoted(counts)}: give token counts from 1 to n_tokens={spec.n_tokens}, not {quoted(tokens)}"
+            )
     return frozenset({-(-tokens // spec.tokens_per_step) for tokens in counts} | {spec.steps})

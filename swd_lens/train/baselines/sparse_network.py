@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import TrainError, quoted
 from swd_lens.base.files import atomic, naming, remove_remains
 
 _STD = 0.02
@@ -49,16 +49,21 @@ def config_of(config: Any) -> Any:
         for name in config:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
-                raise error("sparse-unknown-size", name=name, hint=f"; did you mean {near[0]!r}?" if near else "")
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise TrainError(f"GPT2Config has no argument {quoted(name)}{hint}")
         shape = GPT2Config(**config)
     elif isinstance(config, GPT2Config):
         shape = copy.deepcopy(config)
     elif getattr(getattr(config, "cfg", None), "d_mlp", None):
         shape = GPT2Config(**_sizes(config))
     else:
-        raise error("sparse-config", kind=type(config).__name__)
+        raise TrainError(
+            f"config is a {type(config).__name__}; give a GPT2Config, a dict of its arguments, or a host with MLPs"
+        )
     if shape.n_embd % shape.n_head:
-        raise error("sparse-heads", n_embd=shape.n_embd, n_head=shape.n_head)
+        raise TrainError(
+            f"n_embd={shape.n_embd} cannot be shared out among n_head={shape.n_head} heads; give a multiple"
+        )
     shape.activation_function = "gelu"  # exact, with erf; the published GPT-2 has the tanh approximation
     shape.attn_pdrop = shape.embd_pdrop = shape.resid_pdrop = 0.0
     shape.tie_word_embeddings = True
@@ -110,7 +115,10 @@ def require_rows(network: Any, density: float) -> None:
     for matrix in matrices(network):
         rows, columns = matrix.shape
         if density < 1 and (kept := budget(matrix.numel(), density)) < rows:
-            raise error("sparse-rows-without-a-weight", density=density, kept=kept, rows=rows, columns=columns)
+            raise TrainError(
+                f"density {density:.4g} leaves {kept} weights of a matrix of {rows} rows of {columns}, and each row keeps "
+                "one; give a larger end_density, an earlier stop_after, or a wider model"
+            )
 
 
 def matrices(network: Any) -> Iterator[Float[Tensor, "row column"]]:
@@ -146,7 +154,9 @@ def project_(matrix: Float[Tensor, "row column"], density: float) -> None:
     keep = budget(matrix.numel(), density)
     rows = matrix.shape[0]
     if keep < rows:
-        raise error("sparse-density-too-low", density=density, keep=keep, shape=tuple(matrix.shape), rows=rows)
+        raise ValueError(
+            f"density {density:.4g} keeps {keep} entries of {tuple(matrix.shape)}, fewer than its {rows} rows"
+        )
     magnitude = matrix.abs()
     kept = torch.zeros(matrix.shape, dtype=torch.bool, device=matrix.device)  # contiguous, whatever the matrix is
     kept.scatter_(1, magnitude.argmax(1, keepdim=True), True)

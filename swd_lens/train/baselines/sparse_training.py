@@ -25,7 +25,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import TrainError, error
+from swd_lens.base.errors import TrainError, quoted
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.settings import Settings, setting
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -83,9 +83,11 @@ class SparseSpec(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stop_after is not None and self.stop_after > self.updates:
-            raise error("sparse-stops-after-the-end", stop_after=self.stop_after, updates=self.updates)
+            raise TrainError(f"stop_after={self.stop_after}: the schedule has {self.updates} updates")
         if self.warmup > self.falling_until:
-            raise error("sparse-warm-up-too-long", warmup=self.warmup, falling_until=self.falling_until)
+            raise TrainError(
+                f"warmup={self.warmup} ends after falling_until={self.falling_until}; density falls between"
+            )
 
     @property
     def last(self) -> int:
@@ -203,10 +205,10 @@ def sparse_pretrain(
         ("eval_every", 1 if eval_every is None else eval_every),
     ):
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise error("learned-steps-between", name=name, value=every)
+            raise TrainError(f"{name}={quoted(every)}: give a whole number, 1 or more")
     tokenizer = getattr(config, "tokenizer", None) if tokenizer is None else tokenizer
     if tokenizer is None:
-        raise error("sparse-without-tokenizer")
+        raise TrainError("tokenizer= is needed: a checkpoint folder without one cannot be loaded as a host")
     shape = config_of(config)
     limits = SimpleNamespace(cfg=SimpleNamespace(d_vocab=shape.vocab_size, n_ctx=shape.n_positions))
     rows = rows_of(tokens, limits)
@@ -242,11 +244,9 @@ def sparse_pretrain(
 def _rows_per_update(spec: SparseSpec, rows: Rows) -> int:
     n_rows, left = divmod(spec.tokens_per_update, rows.row_length)
     if left or n_rows > rows.n_rows or rows.row_length < 2:
-        raise error(
-            "sparse-rows-do-not-make-an-update",
-            tokens_per_update=spec.tokens_per_update,
-            n_rows=rows.n_rows,
-            row_length=rows.row_length,
+        raise TrainError(
+            f"tokens_per_update={spec.tokens_per_update} cannot be made of these {rows.n_rows} rows of {rows.row_length} "
+            "tokens; give a multiple of the row length (2 or more), and at least as many rows as one update takes"
         )
     return n_rows
 
@@ -287,8 +287,9 @@ class SparseFit(Fit):
 
     def require_finite(self, loss: float, step: int, rate: float, folder: TrainingFolder | None) -> None:
         if folder is not None and not math.isfinite(loss):
-            raise error(
-                "sparse-not-finite", update=step, loss=loss, rate=rate, path=folder.path, kept=folder.kept("update")
+            raise TrainError(
+                f"update {step}: the loss is {loss}, at learning rate {rate:.3g}. {folder.path} keeps "
+                f"{folder.kept('update')}. Lower learning_rate, or train without autocast"
             )
 
     def adjust_gradients(self, step: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from swd_lens.base.errors import TrainError, error
+from swd_lens.base.errors import TrainError, quoted
 from swd_lens.base.settings import AnySettings, Settings, preset, setting
 
 DEFAULT = "small"
@@ -75,7 +75,10 @@ class TrainSpec(Settings):
         if isinstance(self.width, str) and (multiple := _MULTIPLE.match(self.width)) and float(multiple[1]) > 0:
             return max(1, round(float(multiple[1]) * max(d_in, d_out)))
         if not isinstance(self.width, int) or isinstance(self.width, bool) or self.width < 1:
-            raise error("learned-width", width=self.width)
+            raise TrainError(
+                f'width={quoted(self.width)}: give a number of units, or "4x" for four times the larger side of the '
+                "matrix"
+            )
         return self.width
 
     def warmup(self) -> int:
@@ -179,7 +182,10 @@ class VpdSpec(TrainSpec):
         if self.fidelity == "recon":
             for name, without in (("routing", "all"), ("masks", "continuous"), ("adversarial", 0)):
                 if getattr(self, name) != without:
-                    raise error("learned-masks-of-the-kl", name=name, value=getattr(self, name))
+                    raise TrainError(
+                        f"{name}={quoted(getattr(self, name))} is for fidelity='kl': by reconstruction the masks are the "
+                        f"importances themselves; leave {name} out, or call vpd_kl"
+                    )
 
     def inside(self, kind: str) -> bool:
         return self.fidelity == "kl" or kind == "mlp"

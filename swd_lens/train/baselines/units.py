@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from swd_lens.base.display import card
-from swd_lens.base.errors import TrainError, brief, error, seen
+from swd_lens.base.errors import TrainError, brief, legible, quoted, seen
 from swd_lens.base.files import remove_remains
 from swd_lens.base.sealed import (
     open_tensors,
@@ -96,7 +96,7 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
         try:
             self._files[tokens] = open_tensors(path, _WEIGHTS_FILE, TrainError)
         except FileNotFoundError:
-            raise error("learned-missing-weights", path=path) from None
+            raise TrainError(f"{path} is missing; copy the folder again, or train again") from None
         self._points[tokens] = path
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
         try:
             return read_tensors(point, _WEIGHTS_FILE, TrainError, self.hashes[tokens], self._files.get(tokens))[0]
         except FileNotFoundError:
-            raise error("learned-missing-weights", path=point) from None
+            raise TrainError(f"{point} is missing; copy the folder again, or train again") from None
 
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self._points))
@@ -171,7 +171,7 @@ class LearnedUnits(Mapping[str, CoderUnits]):
 
     def __getitem__(self, site: str) -> CoderUnits:
         if site not in self._units:
-            raise error("learned-no-units-for-site", site=site, units=", ".join(self._units))
+            raise KeyError(f"no units for site {quoted(site)}; these are of {legible(', '.join(self._units))}")
         return self._units[site]
 
     def __iter__(self) -> Iterator[str]:
@@ -201,7 +201,7 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         kept = [n for n in self.checkpoints if n == tokens]  # 1e6 is 1,000,000
         if not kept:
             counts = ", ".join(f"{n:,}" for n in self.checkpoints)
-            raise error("learned-not-kept-there", tokens=tokens, kept=counts)
+            raise TrainError(f"no weights were kept at {tokens:,} tokens; there are {counts}")
         return LearnedUnits(self.checkpoints, self.provenance, self.log, tokens=kept[0], device=self.device)
 
     def to(self, device: "str | torch.device") -> "LearnedUnits":
@@ -259,7 +259,9 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         if (folder / RUN).exists():
             if source is not None and folder.resolve() == source.resolve():
                 return
-            raise error("learned-saved-into-a-run", folder=folder, run=RUN)
+            raise TrainError(
+                f"{folder} holds a run ({RUN}); units saved there would pass for its result. Give another folder"
+            )
         n_bytes = len(self.checkpoints) * sum(t.nbytes for t in self.checkpoints[self.tokens].values())
         with writing(folder, "LearnedUnits.save", n_bytes):
             copied = Trajectory(folder, self.provenance)
@@ -288,7 +290,7 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         with readable(folder / INDEX, _WHAT, TrainError):
             version, provenance = int(index["format"]), dict(index["provenance"])
         if version > _FORMAT:
-            raise error("learned-newer-format", path=folder / INDEX, version=version)
+            raise TrainError(f"{folder / INDEX} has format {version}, newer than this swd_lens; update it")
         with readable(folder / INDEX, _WHAT, TrainError):
             counts = index["tokens"] if version > 1 else dict.fromkeys(index["tokens"])
             hashes = {int(tokens): digest for tokens, digest in counts.items()}
@@ -303,7 +305,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
     with suppress(FileNotFoundError):
         if (folder / INDEX).is_file():
             return read_sealed(folder / INDEX, _WHAT, TrainError)
-    raise error("learned-no-units-there", folder=folder, index=INDEX)
+    raise TrainError(f"{folder} holds no {INDEX}: no learned units, or their training is not finished")
 
 
 def _log_of_format_1(path: Path) -> list[dict[str, Any]]:
@@ -348,7 +350,10 @@ def coders_of(provenance: Mapping[str, Any], *, meta: bool = False, source: Path
         settings, coder = METHODS[provenance["method"]]
         spec = settings(**provenance["settings"])
     except (KeyError, TypeError, TrainError) as cause:
-        raise error("learned-settings-of-the-future", source=source or "units", reason=cause) from cause
+        raise TrainError(
+            f"{source or 'units'}: settings that this swd_lens does not know ({cause}); update swd_lens, or copy the "
+            "folder again"
+        ) from cause
     with torch.device("meta" if meta else "cpu"):
         return nn.ModuleDict(
             {site["kind"]: coder(site["d_in"], site["d_out"], spec) for site in provenance["sites"].values()}

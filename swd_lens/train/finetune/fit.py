@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base.divergence import cross_entropy, log_probabilities
-from swd_lens.base.errors import error
+from swd_lens.base.errors import FinetuneError
 from swd_lens.hosts.predictions import TOKENS
 from swd_lens.train.engine import Fit, autocast, normalized, root_mean_square
 from swd_lens.train.finetune.mount import Mounted
@@ -100,7 +100,10 @@ class FinetuneFit(Fit):
             return
         what = f"the loss is {loss}" if not math.isfinite(loss) else "a gradient is not finite"
         kept = "" if folder is None else f" {folder.path} keeps {folder.kept('the values of step')}."
-        raise error("finetune-not-finite", step=step, steps=self.steps, loss=what, rate=rate, hint=kept)
+        raise FinetuneError(
+            f"step {step} of {self.steps}: {what}, at learning rate {rate:.3g}. The factors given are unchanged.{kept} "
+            "Lower learning_rate, or train without autocast"
+        )
 
     def adjust_gradients(self, step: int) -> dict[str, float]:
         gradients = self._gradients()

@@ -19,7 +19,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import FinetuneError
 from swd_lens.hosts.frozen import frozen
 from swd_lens.hosts.predictions import Predictions
 from swd_lens.units import Projection, UnitSet, attach
@@ -137,10 +137,13 @@ def trainable(model: Any, factors: Any) -> UnitSet:
     """
     units = UnitSet.of(model, factors)
     for name, coder in units.coders.items():
-        raise error("finetune-encode-decode-pair", name=name, kind=coder.name)
+        raise FinetuneError(
+            f"{name} holds {coder.name}, an encode/decode pair: only read and write factors on a fixed support can be "
+            "fine-tuned. Leave it out, or train it with its own code"
+        )
     for name, f in units.factors.items():
         if f.edges == 0:
-            raise error("finetune-nothing-to-train", name=name)
+            raise FinetuneError(f"{name} has no nonzero entry, so there is nothing to train; leave it out")
     with attach(model, units):  # not `.detach()`: a Ctrl-C in that would leave them attached
         pass
     return units

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import ResumeError, error
+from swd_lens.base.errors import FinetuneError, ResumeError, quoted
 from swd_lens.base.interrupted import says_when_interrupted
-from swd_lens.base.sealed import read_json
+from swd_lens.base.sealed import damaged, read_json
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint, upstream_of
 from swd_lens.hosts import require_gradients, require_no_dropout
@@ -97,9 +97,9 @@ def finetune(
         ("checkpoint_every", checkpoint_every),
     ):
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise error("finetune-steps-between", name=name, value=every)
+            raise FinetuneError(f"{name}={quoted(every)}: give a whole number of steps, 1 or more")
     if spec.keep == "best" and heldout is None:
-        raise error("finetune-best-of-nothing")
+        raise FinetuneError('keep="best" needs heldout= tokens to tell which values are best')
     rows = _checked_rows(rows_of(tokens, model, (TokenStream,)), spec.batch_size, "tokens")
     warn_without_bos(model, as_stream(tokens, model), "training tokens")
     heldout_rows = None if heldout is None else _checked_rows(rows_of(heldout, model, (TokenStream,)), 1, "heldout")
@@ -133,9 +133,7 @@ def finetune(
             weights = {name: f.weight for name, f in units.factors.items()}
             if missing := [name for name in weights if name not in tuned]:
                 path, reason = folder.path / _FACTORS, f"no factors for {', '.join(missing)}"
-                raise error(
-                    "file-unreadable", raised_as=ResumeError, path=path, what="this run's result", reason=reason
-                )
+                raise ResumeError(damaged(path, "this run's result", reason))
             return FactorSet({name: replace(tuned[name], weight=weights[name]) for name in weights}, tuned.provenance)
         with torch.enable_grad(), mounted(units) as training, fused_attention(units.host, rows.first()):
             fit = FinetuneFit(training, spec, steps, heldout_rows, processes)
@@ -153,10 +151,13 @@ def finetune(
 
 def _checked_rows(rows: Rows, batch_size: int, what: str) -> Rows:
     if rows.row_length < 2:
-        raise error("finetune-on-single-tokens", name=what)
+        raise FinetuneError(
+            f"{what} has rows of one token: each position predicts the next, so rows of two or more are needed"
+        )
     if rows.n_rows < batch_size:
-        raise error(
-            "finetune-text-too-short", name=what, n_rows=rows.n_rows, row_length=rows.row_length, batch_size=batch_size
+        raise FinetuneError(
+            f"{what} has {rows.n_rows} rows of {rows.row_length} tokens, too few for one batch of "
+            f"batch_size={batch_size}; give more text, shorter rows or a smaller batch_size"
         )
     return rows
 
@@ -164,10 +165,14 @@ def _checked_rows(rows: Rows, batch_size: int, what: str) -> Rows:
 def require_shares(processes: Processes, model_device: torch.device, batch_size: int) -> None:
     """Raises FinetuneError where a process has no row of a batch, or its host on another process's device."""
     if processes.n > batch_size:
-        raise error("finetune-more-processes-than-rows", batch_size=batch_size, n_processes=processes.n)
+        raise FinetuneError(
+            f"batch_size={batch_size} has no row for each of {processes.n} processes; give {processes.n} or more, or "
+            "launch fewer"
+        )
     if processes.n > 1 and model_device.type == "cuda" and processes.device != model_device:
-        raise error(
-            "finetune-host-on-another-device", index=processes.index, model_device=model_device, device=processes.device
+        raise FinetuneError(
+            f"process {processes.index} has its host on {model_device}, but {processes.device} is its device: load the "
+            "host with device=accelerate.PartialState().device"
         )
 
 

@@ -19,7 +19,7 @@ from swd_lens.analysis.audit.labels import UnitLabel
 from swd_lens.analysis.audit.result import Audit
 from swd_lens.analysis.audit.unit import UnitCard, UnitProfile
 from swd_lens.base import __version__
-from swd_lens.base.errors import error, visible, visible_token
+from swd_lens.base.errors import legible, visible, visible_token
 from swd_lens.hosts.sites import execution_key, parse_unit
 from swd_lens.units.keys import read_unit
 
@@ -144,7 +144,9 @@ def _numbers(graph: "UnitGraph", names: Iterable[str], what: str) -> dict[str, i
     """Node -> its row. Raises ValueError where the graph does not have one of these."""
     number = {name: i for i, name in enumerate(graph.nodes["node"])}
     if missing := sorted({name for name in names if name not in number}):
-        raise error("graph-page-of-other-nodes", what=what, n_missing=len(missing), first=missing[0])
+        raise ValueError(
+            f"{what} are of another graph: {len(missing)} of their nodes are not in this one, such as {missing[0]}"
+        )
     return number
 
 
@@ -175,7 +177,9 @@ def _cards(audit: Any, units: Iterable[str]) -> dict[str, UnitCard]:
     cards = list(audit) if isinstance(audit, Iterable) else [audit]
     for card in cards:
         if not isinstance(card, UnitCard):
-            raise error("graph-page-of-another-audit", kind=type(card).__name__)
+            raise TypeError(
+                f"audit must be an Audit, or cards of units (a study's, or Audit.profiles), got a {type(card).__name__}"
+            )
     return {card.unit: card for card in cards}
 
 
@@ -183,7 +187,7 @@ def _label(unit: str, label: Any) -> UnitLabel | None:
     if label is None or isinstance(label, UnitLabel):
         return label
     if not isinstance(label, str):
-        raise error("graph-page-of-another-label", unit=unit, kind=type(label).__name__)
+        raise TypeError(f"the label of {legible(unit)} is a {type(label).__name__}; give text, or UnitLabels")
     return UnitLabel(label)
 
 
