@@ -15,7 +15,7 @@ QKError QKPair QKReplay QKScan QKScreen Refinement ResumeError Run Samples Shard
 SiteDidNotRunWarning Sweep Task TaskError TaskExample TokenError TokenStream UndefinedSufficiencyWarning UnitGraph
 UnitInteractions UnitLabels UnitOverlap UnitProfile UnitScores UnitSourceError UnknownSiteError UnsupportedHostError
 WorkerLostError __version__ allocate attach attribute audit baselines collect_grams compare compare_edits dashboard
-data_efficiency edit_unit estimate evaluate factorize fidelity find_sites finetune generate intervention_hooks judge
+data_efficiency edit_unit estimate evaluate factorize fidelity find_sites finetune generate intervention_hooks evaluate_circuits
 load_default_model load_host load_task load_text pack_text plot_unit_paths qk_replay qk_scan qk_screen refine
 replace_model run_study score_parts select_edit_unit side_effects solve stream_rows sweep text_tokens unit_graph
 unit_hooks unit_interactions unit_overlap

@@ -155,7 +155,7 @@ class Kit:
 
     def circuit(self) -> Any:
         curve = swd.evaluate(self.model, self.factors, self.task, self.scores, random_sets=20, kl=True)
-        return curve, swd.judge(self.model, self.factors, self.task, curve.circuit(5))
+        return curve, swd.evaluate_circuits(self.model, self.factors, self.task, curve.circuit(5))
 
     def qk(self) -> Any:
         screen = swd.qk_screen(self.model, self.attention, distance=2)

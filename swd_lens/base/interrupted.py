@@ -30,7 +30,7 @@ _running = _Running()
 
 
 def says_when_interrupted(function: Function) -> Function:
-    """Mark a function; one that is given `out` is taken to go on from there. Outside of `in_plain_surroundings`."""
+    """Mark a function; one that is given `out` is taken to go on from there. Outside of `with_torch_defaults`."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 
 _MEASURE_SECONDS = 0.05
 # Of glibc's malloc.h.
@@ -120,7 +120,7 @@ def _container_bytes(group: Path = Path("/sys/fs/cgroup")) -> int | None:
         return None
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def product_speed(device: torch.device) -> float:
     """Operations per second of a float32 matrix product, measured for about 50 ms at the present number of threads."""
     n = 4096 if device.type == "cuda" else 768

@@ -25,7 +25,7 @@ from swd_lens.base import __version__
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import brief, legible, quoted, seen
 from swd_lens.base.sealed import read_sealed, write_sealed
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 
 AnyRecord = TypeVar("AnyRecord", bound="PlainRecord")
 AnySaved = TypeVar("AnySaved", bound="SavedRecord")
@@ -33,7 +33,7 @@ AnySaved = TypeVar("AnySaved", bound="SavedRecord")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-@in_plain_surroundings
+@with_torch_defaults
 class PlainRecord:
     """Values that go to JSON and back, and have no card of their own (so that a field may be called title)."""
 
@@ -42,7 +42,7 @@ class PlainRecord:
 
     def __init_subclass__(cls, **how: Any) -> None:
         super().__init_subclass__(**how)
-        in_plain_surroundings(cls)  # what results compute depends on the caller's settings as little as they do
+        with_torch_defaults(cls)  # what results compute depends on the caller's settings as little as they do
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, `from_dict` takes them back; NaN stays NaN here and becomes null in files."""

@@ -1,6 +1,6 @@
 """Surroundings: a caller's settings of torch that would change numbers, and other threads. Functions of swd_lens see neither.
 
-1. `in_plain_surroundings` marks a function, or every public method, operator and property of a class. While the outermost
+1. `with_torch_defaults` marks a function, or every public method, operator and property of a class. While the outermost
    marked call of a thread runs, the default dtype is float32, the default device the CPU, autocast and inference mode are off,
    and float32 products have their full precision (no TF32, no bfloat16). Afterwards everything is as it was, whatever ended
    the call. Calls inside of it cost a look at one attribute, and our own code may train under autocast there.
@@ -57,7 +57,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def in_plain_surroundings(marked: Marked) -> Marked:
+def with_torch_defaults(marked: Marked) -> Marked:
     """Marks a function, or in place a class, see the module's docstring; generators of a class are left as they are."""
     if isinstance(marked, type):
         for name, member in list(vars(marked).items()):
@@ -79,24 +79,24 @@ def in_plain_surroundings(marked: Marked) -> Marked:
             call.make_plain()
             return function(*args, **kwargs)
 
-    plain.in_plain_surroundings = True  # type: ignore[attr-defined]
+    plain.with_torch_defaults = True  # type: ignore[attr-defined]
     return plain  # type: ignore[return-value]
 
 
 def is_marked(function: Any) -> bool:
     """Whether a function is marked; a generator, or what is no function, is not."""
-    return getattr(function, "in_plain_surroundings", False) is True
+    return getattr(function, "with_torch_defaults", False) is True
 
 
 def _mark_member(owner: type, name: str, member: Any) -> None:
     if isinstance(member, FunctionType) and not _is_generator(member) and not is_marked(member):
-        setattr(owner, name, in_plain_surroundings(member))
+        setattr(owner, name, with_torch_defaults(member))
     elif isinstance(member, classmethod | staticmethod) and not is_marked(member.__func__):
-        setattr(owner, name, type(member)(in_plain_surroundings(member.__func__)))
+        setattr(owner, name, type(member)(with_torch_defaults(member.__func__)))
     elif isinstance(member, property) and member.fget is not None and not is_marked(member.fget):
-        setattr(owner, name, property(in_plain_surroundings(member.fget), member.fset, member.fdel, member.__doc__))
+        setattr(owner, name, property(with_torch_defaults(member.fget), member.fset, member.fdel, member.__doc__))
     elif isinstance(member, functools.cached_property) and not is_marked(member.func):
-        member.func = in_plain_surroundings(member.func)
+        member.func = with_torch_defaults(member.func)
 
 
 def _is_generator(function: Any) -> bool:

@@ -7,8 +7,8 @@ from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.compare import compare
 from swd_lens.circuits.comparison import Comparison, TaskComparison
 from swd_lens.circuits.curve import CostCurve
+from swd_lens.circuits.evaluate import evaluate, evaluate_circuits, prefix_grid
 from swd_lens.circuits.fidelity import Fidelity, fidelity
-from swd_lens.circuits.frontier import evaluate, judge, prefix_grid
 from swd_lens.circuits.per_token import PerTokenUse, per_token_use
 from swd_lens.circuits.plots import plot_curves
 from swd_lens.circuits.refine import Refinement, refine
@@ -28,9 +28,9 @@ __all__ = [
     "attribute",
     "compare",
     "evaluate",
+    "evaluate_circuits",
     "fidelity",
     "intervention_hooks",
-    "judge",
     "per_token_use",
     "plot_curves",
     "prefix_grid",

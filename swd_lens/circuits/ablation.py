@@ -7,7 +7,7 @@
    prompts: one vector for all prompts and positions, one per position, or ("resample") one per prompt and position.
 3. `replaced_masks` says which units are replaced when a set is kept or ablated.
 4. `replaced` puts values in their place; `intervention_hooks` does it in TransformerLens' own `run_with_hooks`. Many
-   interventions at once are run by shortcuts.py.
+   interventions at once are run by fast_forward.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from swd_lens.base.errors import TaskError, quoted
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host
 from swd_lens.hosts.recording import record
@@ -218,7 +218,7 @@ def replaced(
     return changed if length == z.shape[-2] else torch.cat([z[..., :-length, :], changed], dim=-2)
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def intervention_hooks(
     scores: UnitScores, units: Any, mode: str = "keep", *, ablation: str = "mean"
 ) -> list[tuple[str, Any]]:

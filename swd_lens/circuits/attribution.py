@@ -29,11 +29,11 @@ from torch import Tensor
 from swd_lens.base import __version__
 from swd_lens.base.errors import legible, quoted
 from swd_lens.base.progress import tqdm
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.ablation import MEAN_OVER, Means, aligned
-from swd_lens.circuits.kept import DenseRuns
+from swd_lens.circuits.dense_cache import DenseCache
+from swd_lens.circuits.fast_forward import FastForward, Runner, Shared, find_fast_forward
 from swd_lens.circuits.scores import UnitScores, require_finite
-from swd_lens.circuits.shortcuts import Runner, Shared, Shortcuts, find_shortcuts
 from swd_lens.hosts import Host, Start, host_of, require_gradients, require_no_dropout
 from swd_lens.hosts.held import held_behind, norms_behind
 from swd_lens.hosts.recording import recording, require_seen, standing_hooks
@@ -57,7 +57,7 @@ _TOKENS_PER_FORWARD = 16_384
 PerSite = dict[str, Float[Tensor, "batch _unit"]]
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def attribute(
     model: Any,
     factors: Any,
@@ -69,7 +69,7 @@ def attribute(
     mean_over: str | None = None,
     steps: int = 16,
     batch_size: int = 128,
-    dense: DenseRuns | None = None,
+    dense: DenseCache | None = None,
     progress: bool = False,
 ) -> UnitScores:
     """Task-margin attribution of every unit under the unpruned replacement. The defaults are the paper's (app. A.3).
@@ -118,9 +118,9 @@ def attribute(
     host = host_of(model)
     with attach(model, factors) as attachment:
         units, sites = attachment.factors, attachment.sites
-        shortcuts = find_shortcuts(host, sites, units, split, positions, known=score == "ablation", dense=dense)
+        fast_forward = find_fast_forward(host, sites, units, split, positions, known=score == "ablation", dense=dense)
         means = Means(host, sites, split, positions, mean_over, batch_size)
-        contributions = CONTRIBUTIONS[score](TrainingPass(host, units, shortcuts, means, steps, dense))
+        contributions = CONTRIBUTIONS[score](TrainingPass(host, units, fast_forward, means, steps, dense))
         totals = {site: torch.zeros(size, dtype=torch.float64) for site, size in units.sizes.items()}
         for bucket in tqdm(
             list(split.buckets(batch_size)), desc="attribution", unit="batch", disable=not progress, leave=False
@@ -174,19 +174,19 @@ class TrainingPass:
 
     host: Host
     units: UnitSet
-    shortcuts: Shortcuts
+    fast_forward: FastForward
     means: Means
     steps: int
-    dense: DenseRuns | None = None
+    dense: DenseCache | None = None
 
     @property
     def counted(self) -> slice:
         """The positions that count."""
-        return slice(-1, None) if self.shortcuts.positions == "scoring" else slice(None)
+        return slice(-1, None) if self.fast_forward.positions == "scoring" else slice(None)
 
     @property
     def runner(self) -> Runner:
-        return Runner(self.host, self.units, self.shortcuts, self.dense)
+        return Runner(self.host, self.units, self.fast_forward, self.dense)
 
     def add_to_means(self, bucket: Bucket, z: Mapping[str, Tensor]) -> None:
         """Means need not run again what was just run, if it holds the positions they average."""
@@ -208,7 +208,7 @@ class TrainingPass:
                 seen[name] = z.detach().float()
                 if mu is not None:
                     at = z.detach() + (1.0 - part) * (aligned(mu, z.shape[1]).to(z) - z.detach())
-                    if self.shortcuts.positions == "scoring":
+                    if self.fast_forward.positions == "scoring":
                         at = torch.cat([z.detach()[:, :-1], at[:, -1:]], dim=1)
                     z = at
                 # With every parameter frozen z has no gradient path: then it is made a leaf.
@@ -317,7 +317,7 @@ def direct_logit(training: TrainingPass) -> Callable[[Bucket], PerSite]:
             )
 
     def contributions(bucket: Bucket) -> PerSite:
-        prefix = host.freeze_prefix(bucket.tokens) if training.shortcuts.keeps_prefix else None
+        prefix = host.freeze_prefix(bucket.tokens) if training.fast_forward.keeps_prefix else None
         watch = norms_behind(host, units.sites)
         with torch.no_grad(), watch as behind, recording(host, units=units.sites, keep=Tensor.float) as seen:
             residual = host.residual(bucket.tokens, last, prefix)

@@ -18,18 +18,18 @@ from typing import Any
 from torch import nn
 
 from swd_lens.base.errors import legible, quoted
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.attribution import attribute
 from swd_lens.circuits.comparison import ROLES, TOLERANCE, Comparison, TaskComparison
+from swd_lens.circuits.dense_cache import DenseCache
+from swd_lens.circuits.evaluate import evaluate
 from swd_lens.circuits.fidelity import Fidelity
-from swd_lens.circuits.frontier import evaluate
-from swd_lens.circuits.kept import DenseRuns
 from swd_lens.circuits.protocol import Protocol, run_protocol
 from swd_lens.tasks.task import Task
 from swd_lens.units.factors import Factors
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def compare(
     model: Any,
     methods: Any,
@@ -138,7 +138,7 @@ def comparison_over_hosts(
 
     compared = on(protocol, own)
     for name, host in hosts.items():
-        compared = compared.beside(on(replace(protocol, model=host, dense=DenseRuns()), {name: methods[name]}))
+        compared = compared.beside(on(replace(protocol, model=host, dense=DenseCache()), {name: methods[name]}))
     return compared
 
 

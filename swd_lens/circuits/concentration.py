@@ -21,10 +21,10 @@ from torch import Tensor
 
 from swd_lens.base.record import Record
 from swd_lens.base.shares import fewest_with
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.ablation import Means
 from swd_lens.circuits.attribution import TrainingPass, first_order
-from swd_lens.circuits.shortcuts import find_shortcuts
+from swd_lens.circuits.fast_forward import find_fast_forward
 from swd_lens.hosts import host_of, require_gradients, require_no_dropout
 from swd_lens.tasks.counting import excluded
 from swd_lens.tasks.encoding import begins_with_bos
@@ -61,7 +61,7 @@ class Concentration(Record):
         )
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def concentration(
     model: Any,
     factors: Any,
@@ -168,9 +168,9 @@ def _costs(model: Any, factors: Any, split: TaskSplit, share: float) -> Float[Te
     host, costs = host_of(model), []
     with attach(model, factors) as attachment:
         units, sites = attachment.factors, attachment.sites
-        shortcuts = find_shortcuts(host, sites, units, split, "scoring", known=False, dense=None)
+        fast_forward = find_fast_forward(host, sites, units, split, "scoring", known=False, dense=None)
         means = Means(host, sites, split, "scoring", "scoring", _BATCH)
-        contributions = first_order(TrainingPass(host, units, shortcuts, means, steps=1))
+        contributions = first_order(TrainingPass(host, units, fast_forward, means, steps=1))
         edges = torch.cat([units[site.name].edges_per_unit.cpu() for site in sites])
         for bucket in split.buckets(_BATCH):
             of_site = contributions(bucket)

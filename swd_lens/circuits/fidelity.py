@@ -31,9 +31,9 @@ from swd_lens.base.divergence import CHUNK_BYTES, Buffers, DensePredictions, Div
 from swd_lens.base.errors import TokenError
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
+from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.floor import Floor, Floors
-from swd_lens.circuits.kept import DenseRuns
 from swd_lens.circuits.local_error import LocalErrors, that_count
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.beginnings import text_for, warn_without_bos
@@ -168,7 +168,7 @@ class Fidelity(Record):
         )
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def fidelity(
     model: Any,
     factors: Any,
@@ -178,7 +178,7 @@ def fidelity(
     local: bool = False,
     exclude: Any = None,
     attention_mask: Any = None,
-    dense: DenseRuns | None = None,
+    dense: DenseCache | None = None,
     progress: bool = False,
 ) -> Fidelity:
     """Compare the host with and without the factors on held-out tokens (paper app. A.5; method.md §5.5).
@@ -207,7 +207,7 @@ def fidelity(
     return fidelities(model, {"": factors}, tokens, **how, attention_mask=attention_mask, progress=progress)[""]
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def fidelities(
     model: Any,
     replacements: Mapping[str, Any],
@@ -217,7 +217,7 @@ def fidelities(
     local: bool = False,
     exclude: Any = None,
     attention_mask: Any = None,
-    dense: DenseRuns | None = None,
+    dense: DenseCache | None = None,
     progress: bool = False,
 ) -> dict[str, Fidelity]:
     """`fidelity` of several replacements of one host: the dense host runs once for all of them.
@@ -428,7 +428,7 @@ class _Staged(_Runs):
     """The dense host once, each replacement from its first replaced layer on, logits a chunk of positions at a time."""
 
     def __init__(
-        self, host: Host, units: Mapping[str, UnitSet], alone: Attachment | None, kept: DenseRuns | None = None
+        self, host: Host, units: Mapping[str, UnitSet], alone: Attachment | None, kept: DenseCache | None = None
     ):
         super().__init__(host, units, alone)
         self.kept = kept

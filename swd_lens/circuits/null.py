@@ -8,7 +8,7 @@
    from each stratum as many as the circuit does. Of several draws those are taken whose edges are nearest to the circuit's.
    So the null is of units that the scores take for almost as good, and a circuit that was itself drawn at random from its
    strata has no better chance than the others.
-4. All circuits are kept and ablated on the same prompts (frontier.py, `judge`).
+4. All circuits are kept and ablated on the same prompts (evaluate.py, `evaluate_circuits`).
 5. Rank p-values: (1 + how many of n random circuits do at least as well) / (n + 1), of what is recovered (kept margins order
    circuits as recovered and sufficiency do) and of the drop. Both are uniform for random circuits
    (tests/circuits/test_calibration.py).
@@ -26,10 +26,10 @@ from torch import Tensor
 from swd_lens.base.errors import quoted
 from swd_lens.base.figures import INK, new_figure, style
 from swd_lens.base.record import Record
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.circuit import Circuit
-from swd_lens.circuits.frontier import evaluate, judge, random_set
-from swd_lens.circuits.kept import DenseRuns
+from swd_lens.circuits.dense_cache import DenseCache
+from swd_lens.circuits.evaluate import evaluate, evaluate_circuits, random_set
 from swd_lens.circuits.measure import Threshold
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.tasks.task import Task, TaskSplit
@@ -134,7 +134,7 @@ class CircuitNull(Record):
         )
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def circuit_null(
     model: Any,
     factors: Any,
@@ -150,7 +150,7 @@ def circuit_null(
     ablation: str = "mean",
     batch_size: int = 256,
     tokens_per_forward: int = 16_384,
-    dense: DenseRuns | None = None,
+    dense: DenseCache | None = None,
 ) -> CircuitNull:
     """Compare a circuit with random circuits of the same edges (ours; the paper has no null).
 
@@ -183,7 +183,7 @@ def circuit_null(
     split = task.test if isinstance(task, Task) else task
     units = UnitSet.of(model, factors)
     how: dict[str, Any] = {"ablation": ablation, "batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
-    how |= {"dense": DenseRuns() if dense is None else dense}
+    how |= {"dense": DenseCache() if dense is None else dense}
     Threshold.given(recovered=recovered, sufficiency=sufficiency)  # refuses both before anything is run
     if circuit is None:
         curve = evaluate(model, units, task, scores, random_sets=0, **how)
@@ -202,7 +202,7 @@ def circuit_null(
         Circuit(pool.draw(generator), scores, subject.edges, {**provenance, "draw": i}, subject.bits) for i in range(n)
     ]
     named = {"circuit": subject} | {f"random {i}": drawn for i, drawn in enumerate(draws)}
-    rows = judge(model, units, split, named, **how)
+    rows = evaluate_circuits(model, units, split, named, **how)
     # A drop is what ablation takes off the margin with all units.
     q_full = float(rows["drop"].iloc[0] + rows["q ablate"].iloc[0])
     settings = {

@@ -38,7 +38,7 @@ from swd_lens.base.errors import legible, quoted
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.scores import require_finite
 from swd_lens.hosts import Host, Start, require_gradients, require_no_dropout
@@ -144,7 +144,7 @@ class PerTokenUse(Record):
         return self.table(), self.plot()
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def per_token_use(
     model: Any,
     factors: Any,

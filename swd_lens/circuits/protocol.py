@@ -3,8 +3,8 @@
 1. Replacements that a callable makes are made when their turn comes, as many at a time as a bound on their bytes allows.
 2. The fidelities of those that are in memory together are measured together: the dense host runs once for all of them.
 3. Per replacement, task and positions: attribution; per ablation besides: nested prefixes. What the dense host gives on the
-   prompts is kept from one replacement to the next (kept.py).
-4. Each fidelity, score and curve is a part of the call (base/parts.py): what is finished is taken over, and a replacement of
+   prompts is kept from one replacement to the next (dense_cache.py).
+4. Each fidelity, score and curve is a part of the call (base/step_cache.py): what is finished is taken over, and a replacement of
    which everything is finished is not made.
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 
 from torch import nn
 
-from swd_lens.base.parts import Key, Parts
 from swd_lens.base.progress import tqdm
+from swd_lens.base.step_cache import Key, StepCache
 from swd_lens.circuits.attribution import attribute
 from swd_lens.circuits.curve import CostCurve
+from swd_lens.circuits.dense_cache import DenseCache, kept_curve, kept_scores
+from swd_lens.circuits.evaluate import evaluate
 from swd_lens.circuits.fidelity import Fidelity, fidelities
-from swd_lens.circuits.frontier import evaluate
-from swd_lens.circuits.kept import DenseRuns, kept_curve, kept_scores
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.tasks.task import Task
 from swd_lens.units.factors import Factors
@@ -54,10 +54,10 @@ class Protocol:
     attribution: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     progress: bool = False
-    parts: Parts = field(default_factory=lambda: Parts(None))
+    parts: StepCache = field(default_factory=lambda: StepCache(None))
     key: Key = ()
     on_step: Callable[[str], None] = lambda text: None
-    dense: DenseRuns = field(default_factory=DenseRuns)
+    dense: DenseCache = field(default_factory=DenseCache)
 
 
 @dataclass

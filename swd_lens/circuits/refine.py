@@ -28,15 +28,15 @@ from torch import Tensor
 from swd_lens.base.errors import legible, quoted
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
-from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.circuits.bench import Bench
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.bits import unit_bits_of
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.curve import COSTS
-from swd_lens.circuits.frontier import judge, prefix_grid
+from swd_lens.circuits.evaluate import evaluate_circuits, prefix_grid
+from swd_lens.circuits.fast_forward import Masks
+from swd_lens.circuits.interventions import InterventionRunner
 from swd_lens.circuits.measure import Margins, Threshold, by_content, contents_of, t_quantile
 from swd_lens.circuits.scores import UnitScores
-from swd_lens.circuits.shortcuts import Masks
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.tasks.task import Task, TaskSplit
@@ -104,7 +104,7 @@ class Refinement(Record):
         return self.table(), f"The refined circuit has {saved:.0%} fewer active edges than the best prefix."
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def refine(
     model: Any,
     factors: Any,
@@ -150,11 +150,13 @@ def refine(
     with attach(model, factors) as attachment:
         edges, bits, host = attachment.factors.active_edges, unit_bits_of(attachment.factors), host_of(model)
         how: dict[str, Any] = {"tokens_per_forward": tokens_per_forward, "keep": True}
-        search = _Search(Bench(host, attachment, split, scores, ablation, **how), scores, edges, cost, threshold)
+        search = _Search(
+            InterventionRunner(host, attachment, split, scores, ablation, **how), scores, edges, cost, threshold
+        )
         search.end = end
         stop = search
         if isinstance(task, Task):
-            bench = Bench(host, attachment, task.validation, scores, ablation, **how)
+            bench = InterventionRunner(host, attachment, task.validation, scores, ablation, **how)
             stop = _Search(bench, scores, edges, cost, threshold, search, len(set(contents_of(task.test))))
         prefix = _best_prefix(stop)
         tried = _searched(search, stop, prefix, rounds, progress)
@@ -171,7 +173,9 @@ def refine(
     }
     test = pd.DataFrame()
     if isinstance(task, Task):
-        test = judge(model, factors, task, circuits, ablation=ablation, tokens_per_forward=tokens_per_forward)
+        test = evaluate_circuits(
+            model, factors, task, circuits, ablation=ablation, tokens_per_forward=tokens_per_forward
+        )
     how = {"test": test, "target": float(threshold.value), "of": threshold.of}
     return Refinement(circuits["prefix"], circuits["refined"], named["train"], named["validation"], **how)
 
@@ -226,7 +230,7 @@ class _Search:
 
     def __init__(
         self,
-        bench: Bench,
+        bench: InterventionRunner,
         scores: UnitScores,
         edges: Mapping[str, Int[Tensor, " _unit"]],
         cost: str,

@@ -17,8 +17,8 @@ from swd_lens.base import __version__
 from swd_lens.base.errors import legible, quoted
 from swd_lens.base.figures import heatmap, literal, new_figure
 from swd_lens.base.record import PlainRecord, SavedRecord
-from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.circuits.bench import Outcome
+from swd_lens.base.surroundings import with_torch_defaults
+from swd_lens.circuits.interventions import Outcome
 from swd_lens.circuits.screen_runs import ScreenRuns, replaceable
 from swd_lens.hosts import host_of, require_no_dropout, sites_of
 from swd_lens.hosts.recording import standing_hooks
@@ -78,7 +78,7 @@ def remark_of(margin: float | int, right: float | int) -> str:
     return ""
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True, repr=False)
 class Screen(SavedRecord):
     """What tasks need of a dense host.
@@ -180,7 +180,7 @@ def _skill_table(screened: Iterable[TaskScreen]) -> pd.DataFrame:
 # ---------------------------------------------------------------------------------------------- calls
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def skill(model: Any, tasks: Task | Sequence[Task], *, batch_size: int = 64) -> pd.DataFrame:
     """How well the host does tasks, on their test prompts: share right, mean margin, and a remark where a circuit says little.
 
@@ -202,7 +202,7 @@ def skill(model: Any, tasks: Task | Sequence[Task], *, batch_size: int = 64) -> 
     return _skill_table(rows)
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def screen(
     model: Any,
     tasks: Task | Sequence[Task],
@@ -265,13 +265,13 @@ def screen(
                 f"tokens do not share ({legible(task.name)}); swd_lens.tasks.aligned.aligned_prompts gives prompts of one "
                 "length"
             )
-    screened, shortcuts, hooks = {}, {}, standing_hooks(model)
+    screened, fast_forward, hooks = {}, {}, standing_hooks(model)
     with torch.no_grad(), replaceable(host, list(every.values())) as outputs:
         for task in listed:
             runs = ScreenRuns(host, outputs, _first(task.train, n_prompts), positions, batch_size, tokens_per_forward)
             dense, outcome = runs.screen(interventions, f"screen {task.name}" if progress else None)
             screened[task.name] = _task_screen(task.name, dense, interventions, outcome)
-            shortcuts[task.name] = runs.shortcuts
+            fast_forward[task.name] = runs.fast_forward
     settings = {
         "swd_lens": __version__,
         "model": str(model.cfg.model_name),
@@ -279,7 +279,7 @@ def screen(
         "prompts": {task.name: screened[task.name].prompts for task in listed},
         "sources": {task.name: task.source for task in listed},
         "prepend_bos": {task.name: task.prepend_bos for task in listed},
-        "shortcuts": shortcuts,
+        "fast_forward": fast_forward,
         **hooks,
     }
     names = {label: tuple(site.name for site in group) for label, group in of_surfaces.items()}

@@ -19,7 +19,7 @@ from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.progress import tqdm
 from swd_lens.base.undo import Undo
-from swd_lens.circuits.bench import Outcome
+from swd_lens.circuits.interventions import Outcome
 from swd_lens.hosts import Host, Start
 from swd_lens.hosts.predictions import gives, same_logits
 from swd_lens.hosts.recording import recording, require_seen
@@ -109,7 +109,7 @@ class ScreenRuns:
             output.last_only, output.each = positions == "scoring", positions == "each"
 
     @property
-    def shortcuts(self) -> list[str]:
+    def fast_forward(self) -> list[str]:
         """What runs leave out, by name."""
         return ["start"] * self.starts + ["prefix"] * self.keeps_prefix
 
@@ -208,4 +208,4 @@ class ScreenRuns:
         middle = min(site.layer for site in singles[len(singles) // 2])
         tried = [sites for sites in singles if min(site.layer for site in sites) == middle][-2:]
         plain = self._logits(prepared, middle, tried, plainly=True)
-        return gives(plain, lambda: self._logits(prepared, middle, tried), shortcut=self.shortcuts)
+        return gives(plain, lambda: self._logits(prepared, middle, tried), shortcut=self.fast_forward)

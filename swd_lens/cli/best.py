@@ -14,8 +14,8 @@ from swd_lens.cli.options import OutputOptions, say, say_memory_needed
 from swd_lens.factorization.checkpoint import host_fingerprint, tokens_fingerprint
 from swd_lens.factorization.estimate import estimate
 from swd_lens.report.terminal import table
-from swd_lens.study.asked import task_fingerprint
 from swd_lens.study.best import OUTPUTS, BestCircuit, best_circuit
+from swd_lens.study.resume import task_fingerprint
 from swd_lens.tasks import Task
 
 _QUESTION = "asked.json"

@@ -11,8 +11,8 @@ from typer import Argument, Option
 
 from swd_lens.base import __version__
 from swd_lens.base.errors import TokenError, legible, quoted
-from swd_lens.base.parts import FOLDER
 from swd_lens.base.sealed import read_sealed, write_sealed
+from swd_lens.base.step_cache import FOLDER
 from swd_lens.base.writer import require_writable_file, writing
 from swd_lens.circuits.screen import Screen, screen
 from swd_lens.cli import status
@@ -41,12 +41,12 @@ from swd_lens.hosts.recording import standing_hooks
 from swd_lens.report import write_report
 from swd_lens.report.terminal import run_tables, table
 from swd_lens.study import Run, run_study
-from swd_lens.study.asked import memory_of, task_fingerprint
 from swd_lens.study.best import KL as DEFAULT_KL
 from swd_lens.study.controls import CONTROLS, DEFAULT_CONTROLS, RANDOM_B_SEEDS, controls_of, sizes_of
 from swd_lens.study.inside import look_inside
-from swd_lens.study.main_road import require_surface, study_steps, surface_of
 from swd_lens.study.replacement import FACTORS, FINETUNED
+from swd_lens.study.resume import memory_of, task_fingerprint
+from swd_lens.study.run_study import require_surface, study_steps, surface_of
 from swd_lens.tasks import Task, load_task
 from swd_lens.tasks.generators import FAMILIES
 from swd_lens.train.baselines import LearnedUnits

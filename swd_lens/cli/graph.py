@@ -14,8 +14,8 @@ from swd_lens.analysis.graph.export import plain_name
 from swd_lens.analysis.graph.frozen import require_drawable
 from swd_lens.base import __version__
 from swd_lens.base.errors import quoted
-from swd_lens.base.parts import Parts
 from swd_lens.base.sealed import tensor_digest
+from swd_lens.base.step_cache import StepCache
 from swd_lens.base.writer import writing
 from swd_lens.circuits import Circuit, UnitScores
 from swd_lens.circuits.screen import Screen
@@ -39,7 +39,7 @@ from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.report.terminal import table
-from swd_lens.study.asked import task_fingerprint
+from swd_lens.study.resume import task_fingerprint
 from swd_lens.study.task_circuit import best_units, example_of, needed_sites, scored_units, screened_outputs, well_done
 from swd_lens.tasks import load_task
 from swd_lens.tasks.aligned import Aligned
@@ -129,7 +129,7 @@ def graph(
         aligned = well_done(model, of_task, prompts)
         _say_aligned(aligned)
         tokens, heldout = text.rows(model, model_options)
-        kept = Parts(
+        kept = StepCache(
             out,
             {
                 "swd_lens": __version__,
@@ -198,7 +198,7 @@ def _say_aligned(aligned: Aligned) -> None:
     say(f"note: {said}{drawn}{f'; of the task left out: {others}' if others else ''}")
 
 
-def _needed(model: Any, task: Task, aligned: Aligned, kept: Parts) -> list[str]:
+def _needed(model: Any, task: Task, aligned: Aligned, kept: StepCache) -> list[str]:
     """The sites that the task needs, by a screen."""
     say("screen the outputs: what does the task lose where one is its mean?")
     screened = kept.values(
@@ -213,7 +213,7 @@ def _needed(model: Any, task: Task, aligned: Aligned, kept: Parts) -> list[str]:
     return list(needed.sites)
 
 
-def _scores(model: Any, units: UnitSet, aligned: Aligned, kept: Parts) -> UnitScores:
+def _scores(model: Any, units: UnitSet, aligned: Aligned, kept: StepCache) -> UnitScores:
     """Scores of all units, kept for an interrupted command."""
     key = ("scores", *(f"{site} {identity}" for site, identity in units.identities.items()))
     return kept.values(key, lambda: scored_units(model, units, aligned, progress=True).as_dict(), UnitScores.from_dict)

@@ -24,7 +24,7 @@ from swd_lens.base.divergence import CHUNK_BYTES, kl_sum, log_probabilities
 from swd_lens.base.errors import SparsityError, TokenError, quoted
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.progress import tqdm
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.allocation import Allocation, LossCurve, SiteBudget, fewest_edges, spend
 from swd_lens.factorization.basis import with_chosen_bases
 from swd_lens.factorization.calibration_text import CalibrationText
@@ -63,7 +63,7 @@ _BYTES_PER_GRAM_ENTRY = 12  # a float64 sum, and the float32 Gram made of it
 
 
 @says_when_interrupted
-@in_plain_surroundings
+@with_torch_defaults
 def allocate(
     model: Any,
     sites: Pattern = "all",

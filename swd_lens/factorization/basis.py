@@ -33,7 +33,7 @@ from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.sealed import damaged, readable
 from swd_lens.base.shares import fewest_with
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.gradients import AtSite, gradient_passes, require_loss, rows_per_pass
 from swd_lens.factorization.job import Job
@@ -150,7 +150,7 @@ class BasisChoice(Record, Mapping[str, str]):
         return f"{self.title()}\n{self.parts()[0].to_string(index=False)}"
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def choose_basis(
     model: Any,
     sites: Pattern = "all",

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from jaxtyping import Int
 from torch import Tensor
 
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.grams import Grams, collect_grams
 from swd_lens.hosts.recording import standing_hooks
@@ -27,7 +27,7 @@ from swd_lens.tasks.streams import TokenStream, as_stream
 KEPT_BYTES = 2**29
 
 
-@in_plain_surroundings
+@with_torch_defaults
 class CalibrationText(TokenStream):
     """Calibration tokens of several factorizations, which collect what they share once.
 

@@ -132,7 +132,7 @@ class Checkpoint:
                     "give another folder, or overwrite=True to start again"
                 )
             self._entries[site] = stored[site].entry
-            self._go_on_behind(site, f)
+            self._advance_chain(site, f)
         return finished
 
     def in_shards(self) -> dict[str, Callable[[], Factors]]:
@@ -189,10 +189,10 @@ class Checkpoint:
             with suppress(OSError):  # it holds something else
                 folder.rmdir()
         self.overwrite = False
-        self._go_on_behind(site, f)
+        self._advance_chain(site, f)
         return f
 
-    def _go_on_behind(self, site: str, f: Factors) -> None:
+    def _advance_chain(self, site: str, f: Factors) -> None:
         if self.chained:
             self._upstream = chain(self._upstream, site, f)
 

@@ -17,7 +17,7 @@ import torch
 from swd_lens.base.errors import DoesNotFitError, TokenError
 from swd_lens.base.machine import available_bytes, product_speed
 from swd_lens.base.record import Record
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.forecast import SiteEstimate, forecast, residual_bytes
 from swd_lens.factorization.job import Job
 from swd_lens.hosts.sites import Pattern, base_kind, is_site_name, split_name
@@ -137,7 +137,7 @@ class Estimate(Record):
         return lines
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def estimate(
     model: Any,
     sites: Pattern = "all",

@@ -29,7 +29,7 @@ from swd_lens.base.errors import AttachError, ResumeError, ShardError, callers_l
 from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.basis import with_chosen_bases
 from swd_lens.factorization.checkpoint import Checkpoint, Shard, writing_checkpoint
 from swd_lens.factorization.estimate import Estimate
@@ -50,7 +50,7 @@ from swd_lens.units.match import check_weights
 
 
 @says_when_interrupted
-@in_plain_surroundings
+@with_torch_defaults
 def factorize(
     model: Any,
     sites: Pattern,
@@ -255,7 +255,7 @@ def _factorized(
     model = job.model
     finished = {} if checkpoint is None else checkpoint.resume()
     done = {
-        site.name: _taken_over(job, checkpoint, site, finished[site.name])
+        site.name: _verify_resumed(job, checkpoint, site, finished[site.name])
         for site in job.sites
         if site.name in finished
     }
@@ -300,7 +300,7 @@ def _factorized(
                     if in_shard is None:
                         f = job.remembering(site, _stamped(job, site, next(solved), *seen.get(site.name, (None, None))))
                     else:
-                        f = _taken_over(job, checkpoint, site, in_shard())
+                        f = _verify_resumed(job, checkpoint, site, in_shard())
                     f = add_probe(f, model, site, job.probe_tokens) if probed else f
                     done[site.name] = f if checkpoint is None else checkpoint.add(site.name, f)
                     reached(f", {len(done)} of {len(job.sites)} matrices finished")
@@ -310,7 +310,7 @@ def _factorized(
     return FactorSet({site.name: done[site.name] for site in job.sites}, job.provenance())
 
 
-def _taken_over(job: Job, checkpoint: Checkpoint | None, site: Site, f: Factors) -> Factors:
+def _verify_resumed(job: Job, checkpoint: Checkpoint | None, site: Site, f: Factors) -> Factors:
     """Factors that the folder holds, with the host's dense weight.
 
     Raises:

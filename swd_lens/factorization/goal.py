@@ -29,8 +29,8 @@ from swd_lens.base.progress import tqdm
 from swd_lens.base.sealed import read_sealed, write_sealed
 from swd_lens.base.writer import writing
 from swd_lens.circuits.concentration import concentration
+from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.fidelity import Fidelity, fidelity
-from swd_lens.circuits.kept import DenseRuns
 from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.checkpoint import differences, host_fingerprint
 from swd_lens.hosts.beginnings import text_for
@@ -192,7 +192,7 @@ class GoalSearch:
     folder: Path | None = None
     asked: Mapping[str, Any] = field(default_factory=dict)
     trials: list[dict[str, Any]] = field(default_factory=list)
-    dense: DenseRuns = field(default_factory=DenseRuns)
+    dense: DenseCache = field(default_factory=DenseCache)
     refused: BudgetError | None = None
 
     def run(self, progress: bool) -> tuple[dict[str, Any], FactorSet | None]:

@@ -33,7 +33,7 @@ from torch import Tensor
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import Start, require_no_dropout
 from swd_lens.hosts.fused import fused_attention
@@ -77,7 +77,7 @@ class Grams:
         return self.by_site[site]
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def collect_grams(
     model: Any,
     sites: Sequence[Site],

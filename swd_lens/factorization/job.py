@@ -294,7 +294,7 @@ class Job:
         return {"basis": {"by": "kind of matrix", **self.told}}
 
     def file_bytes(self) -> dict[str, int]:
-        """Site -> bytes of its file: 8 an edge, and about ten vectors of its width (passport.py)."""
+        """Site -> bytes of its file: 8 an edge, and about ten vectors of its width (integrity.py)."""
         return {
             site.name: 8 * edges(site.d_in, site.d_out, self.sparsities[site.name]) + 40 * (site.d_in + site.d_out)
             for site in self.sites

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from swd_lens.base.errors import GradientError
 from swd_lens.base.progress import tqdm
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.gradients import gradient_passes, require_loss, rows_per_pass
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.counting import predicted
 from swd_lens.tasks.streams import as_stream
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def collect_output_grams(
     model: Any, sites: Sequence[Site], tokens: Any, *, progress: bool = False
 ) -> dict[str, Float[Tensor, "_d_out _d_out"]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from swd_lens import solver
 from swd_lens.base.errors import SolveInputError
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.solver import DEFAULT_PRESET, OnIteration
 from swd_lens.units.factors import Factors
 
@@ -27,7 +27,7 @@ from swd_lens.units.factors import Factors
 _ALIGNED = 64
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def solve(
     weight: Tensor,
     gram: Tensor | None = None,

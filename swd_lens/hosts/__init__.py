@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import UnsupportedHostError
-from swd_lens.base.surroundings import claim, in_plain_surroundings
+from swd_lens.base.surroundings import claim, with_torch_defaults
 from swd_lens.hosts.adapters import adapter_in
 from swd_lens.hosts.families import DROPOUT_RATES, is_bridge, is_hooked
 from swd_lens.hosts.sites import (
@@ -247,7 +247,7 @@ class Host(Protocol):
 
 
 @runtime_checkable
-class Standing(Protocol):
+class AttachmentGuard(Protocol):
     """Something that stands in a host and must hold whenever a function of swd_lens takes the host up."""
 
     def at_call(self, host: Host) -> None:
@@ -303,7 +303,7 @@ def _wrapped(model: Any) -> Host:
     )
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def find_sites(model: Any, pattern: Pattern = "all") -> list[Site]:
     """The sites of a model that a pattern names, in execution order. See `swd_lens.hosts.sites.select_sites`.
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from swd_lens.base.errors import UnsupportedHostError, errors_seen, legible, quoted
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import adapters
 from swd_lens.hosts.agreement import Reference
 from swd_lens.hosts.embedded import check_kind
@@ -37,7 +37,7 @@ from swd_lens.hosts.language import require_language_model
 from swd_lens.tasks.encoding import adds_bos
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @errors_seen
 def load_host(
     name: str,

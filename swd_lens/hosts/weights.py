@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from swd_lens.base.errors import UnsupportedHostError, legible
 from swd_lens.base.holding import own_method, set_own_method
-from swd_lens.hosts import STANDING, Host, Register, Standing
+from swd_lens.hosts import STANDING, AttachmentGuard, Host, Register
 from swd_lens.hosts.families import is_hooked
 from swd_lens.hosts.sites import PACKED, RESIDUAL_MATRICES, Site
 
@@ -160,7 +160,7 @@ def shadow_methods(model: Any, make: dict[str, Callable[[], Shadow]], register: 
 # ---------------------------------------------------------------------------------------------- units that stand in a host
 
 
-def keep_watch(model: Any, watch: Standing, register: Register) -> None:
+def keep_watch(model: Any, watch: AttachmentGuard, register: Register) -> None:
     """Have `swd_lens.hosts.host_of` call `watch.at_call(host)`, until the undo.
 
     Args:

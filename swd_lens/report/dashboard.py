@@ -18,7 +18,7 @@ from swd_lens.analysis.audit.drawing import number, unit_style, words_html
 from swd_lens.base import __version__
 from swd_lens.base.errors import legible
 from swd_lens.base.files import write_text
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import require_writable, require_writable_file, writing, writing_file
 from swd_lens.hosts.sites import execution_key, parse_unit
 from swd_lens.report.page import encodable, template
@@ -30,7 +30,7 @@ _AROUND = 5  # tokens on either side of the peak in the index
 _PAGE_LIMIT = 400  # units in one file: about 10 MB, as much as a phone opens
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def dashboard(
     units: Audit | UnitProfile | Iterable[UnitProfile],
     path: str | Path | None = None,

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from swd_lens.solver import wide
 from swd_lens.solver.automatic import DOUBLE_UP_TO, automatic_rho_end
-from swd_lens.solver.births import born_again
+from swd_lens.solver.births import reinit_unused_units
 from swd_lens.solver.budget import Budget
 from swd_lens.solver.metric import Metric, power_of_two
 from swd_lens.solver.refine import Matrix, refine
@@ -194,7 +194,7 @@ def alternate(
             rebalance(read, write, phase.balance)
         if t in births:
             entries = round(read.budget / len(write.factor)), round(write.budget / len(write.factor))
-            born = born_again(read.factor, write.factor, target, metric, entries)
+            born = reinit_unused_units(read.factor, write.factor, target, metric, entries)
             read.dual[:, born], write.dual[born] = 0.0, 0.0
         rho_before = phase.rho
         if on_iteration is not None:

@@ -24,7 +24,7 @@ STARTS = 3
 STEPS = 15  # of the power iteration
 
 
-def born_again(
+def reinit_unused_units(
     read: Float[Tensor, "d_in unit"],
     write: Float[Tensor, "unit d_out"],
     target: Float[Tensor, "d_in d_out"],

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.solver import anneal, dsf, outputs, prune, svd_prune
 from swd_lens.solver.automatic import automatic_shrinkage
 from swd_lens.solver.budget import Budget, plan_budget, plan_pruned, plan_shares
@@ -50,7 +50,7 @@ class Solution:
     weight: Float[Tensor, "d_in d_out"]
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def solve(
     weight: Tensor,
     gram: Tensor | None = None,

@@ -3,9 +3,9 @@
 from swd_lens.study.checkpoint import save_checkpoint
 from swd_lens.study.data_efficiency import DataEfficiency, data_efficiency
 from swd_lens.study.generate import Samples, generate
-from swd_lens.study.main_road import run_study
 from swd_lens.study.replacement import ModelReplacement, replace_model
 from swd_lens.study.run import Run
+from swd_lens.study.run_study import run_study
 from swd_lens.study.sweep import Sweep, SweepPoint, sweep
 
 __all__ = [

@@ -26,12 +26,12 @@ from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.progress import duration, tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.sealed import read_sealed, write_sealed
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import writing
 from swd_lens.circuits import Circuit, CostCurve, UnitScores, attribute, evaluate
+from swd_lens.circuits.dense_cache import DenseCache
+from swd_lens.circuits.evaluate import evaluate_circuits, prefix_grid
 from swd_lens.circuits.fidelity import Fidelity, fidelity
-from swd_lens.circuits.frontier import judge, prefix_grid
-from swd_lens.circuits.kept import DenseRuns
 from swd_lens.circuits.measure import RECOVERED, Threshold, surface_name
 from swd_lens.circuits.null import CircuitNull, circuit_null, has_others
 from swd_lens.circuits.refine import refine
@@ -183,7 +183,7 @@ class BestCircuit(Record):
 
 
 @says_when_interrupted
-@in_plain_surroundings
+@with_torch_defaults
 def best_circuit(
     model: Any,
     task: Task,
@@ -296,7 +296,7 @@ class _Search:
     threshold: Threshold
     minutes: float
     began: float
-    dense: DenseRuns = field(default_factory=DenseRuns)
+    dense: DenseCache = field(default_factory=DenseCache)
     candidates: list[_Candidate] = field(default_factory=list)
     not_tried: list[str] = field(default_factory=list)
     bar: Any = None
@@ -453,7 +453,7 @@ class _Search:
             bar.set_postfix_str("random circuits")
             beside: dict[str, Any] = {"circuit": circuit, "seed": seed, "dense": self.dense}
             null = circuit_null(model, factors, self.task, scores, **beside) if has_others(circuit) else None
-            test = judge(model, factors, self.task.test, {"circuit": circuit}, dense=self.dense)
+            test = evaluate_circuits(model, factors, self.task.test, {"circuit": circuit}, dense=self.dense)
             bar.update()
             bar.set_postfix_str("held-out text")
             if winner.fidelity is None or heldout is not self.heldout:

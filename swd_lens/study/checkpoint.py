@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from swd_lens.base.errors import UnitSourceError, UnsupportedHostError, errors_seen, quoted
 from swd_lens.base.files import atomic, naming, workplace_beside
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import writing
 from swd_lens.circuits.ablation import ablation_values, replaced_masks
 from swd_lens.circuits.circuit import Circuit
@@ -41,7 +41,7 @@ TOLERANCE, _STEPS = 1e-5, 8
 _FLAGS = ("attention_bias", "mlp_bias", "use_bias", "bias")
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @errors_seen
 def save_checkpoint(
     model: Any,

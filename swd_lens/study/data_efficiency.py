@@ -29,7 +29,7 @@ from swd_lens.base.files import plain
 from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.progress import tqdm
 from swd_lens.base.sealed import read_json, readable, write_sealed
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import require_writable_file, writing_file
 from swd_lens.circuits.fidelity import fidelities
 from swd_lens.factorization.calibration_text import CalibrationText
@@ -57,7 +57,7 @@ _NOT_ESTIMATED = ("device", "workers", "threads", "progress")
 
 
 @says_when_interrupted
-@in_plain_surroundings
+@with_torch_defaults
 def data_efficiency(
     model: Any,
     site: Pattern,

@@ -33,7 +33,7 @@ from swd_lens.base.divergence import CHUNK_BYTES
 from swd_lens.base.errors import TokenError, UnsupportedHostError, legible, quoted, visible
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import PlainRecord, Record
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.recording import standing_hooks
@@ -168,7 +168,7 @@ def _text_or_ids(text: str | None, tokens: tuple[int, ...]) -> str:
 # ---------------------------------------------------------------------------------------------- generate
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def generate(
     model: Any,
     factors: Any,

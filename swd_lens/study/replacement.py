@@ -25,7 +25,7 @@ from swd_lens.base.progress import Steps
 from swd_lens.base.record import Record, require_equal
 from swd_lens.base.sealed import read_sealed, readable, write_sealed
 from swd_lens.base.settings import AUTO
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import writing
 from swd_lens.circuits.fidelity import Fidelity, fidelities
 from swd_lens.factorization.allocate import BY, allocate
@@ -130,7 +130,7 @@ class ModelReplacement(Record):
 
 
 @says_when_interrupted
-@in_plain_surroundings
+@with_torch_defaults
 def replace_model(
     model: Any,
     sites: Pattern = "all",

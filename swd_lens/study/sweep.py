@@ -25,7 +25,7 @@ from swd_lens.base.errors import legible
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.record import Record
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits import CostCurve
 from swd_lens.circuits.compare import check_options, check_tasks
 from swd_lens.circuits.comparison import TOLERANCE, priced, typed
@@ -47,7 +47,7 @@ _COSTS = ("units", "edges")
 SPARSITIES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # paper §zero-data
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True)
 class SweepPoint:
     """One sparsity, zero-data or calibrated.
@@ -203,7 +203,7 @@ class Sweep(Record):
 
 
 @says_when_interrupted
-@in_plain_surroundings
+@with_torch_defaults
 def sweep(
     model: Any,
     sites: Pattern,

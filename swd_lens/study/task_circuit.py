@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.errors import legible
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits import Circuit, UnitScores, attribute
 from swd_lens.circuits.screen import Screen, screen
 from swd_lens.hosts import find_sites, host_of
@@ -110,7 +110,7 @@ def best_units(factors: Any, scores: UnitScores, n: int) -> Circuit:
     return Circuit.of(factors, scores, [unit for _, unit in sorted(members)], chosen="largest scores, for a graph")
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def well_done(model: Any, task: Task, n: int) -> Aligned:
     """The aligned prompts, among the largest groups of a task's training prompts, that the model does best in the mean."""
     tried = [aligned_prompts(model, task, n, like=like) for like in groups_of(task.train)[:_GROUPS]]
@@ -121,7 +121,7 @@ def well_done(model: Any, task: Task, n: int) -> Aligned:
     )
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def dense_margins(model: Any, split: TaskSplit) -> Float[Tensor, " prompt"]:
     """The margin of each of the prompts, all of one length, in the dense host."""
     (bucket,) = split.buckets(len(split))

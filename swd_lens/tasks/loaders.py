@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from swd_lens.base.errors import TaskError, quoted
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.tasks.files import (
     AUTO_CIRCUIT,
     EDGE_PRUNING,
@@ -45,7 +45,7 @@ _DRAWS = 20
 _REDRAWS = 100  # of a corrupt prompt that is not as long as its prompt
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def load_task(
     name: str | Path,
     model: Any,

@@ -20,7 +20,7 @@ from torch import Tensor
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.divergence import CHUNK_BYTES
 from swd_lens.base.errors import TaskError, encodable, quoted, seen, visible_token
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.tasks.encoding import vocabulary_hash
 from swd_lens.tasks.text import same_length
 
@@ -63,7 +63,7 @@ class Unusable(Exception):
         self.reason = reason
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True)
 class Bucket:
     """Prompts of one length.
@@ -142,7 +142,7 @@ class Bucket:
         )
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True, repr=False)
 class TaskSplit:
     """Tokenized examples of one split.

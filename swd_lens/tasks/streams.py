@@ -26,7 +26,7 @@ from torch import Tensor
 
 from swd_lens.base.display import card
 from swd_lens.base.errors import TokenError, quoted
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.tasks.counting import Counting, excluded, padding_last
 from swd_lens.tasks.text import as_rows
 
@@ -47,7 +47,7 @@ class _Known:
     left_out: dict[Any, int] = field(default_factory=dict)  # Counting.key -> positions
 
 
-@in_plain_surroundings
+@with_torch_defaults
 class TokenStream:
     """Rows of equal length that can be gone through any number of times and are never held as a whole.
 

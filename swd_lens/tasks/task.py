@@ -19,7 +19,7 @@ from torch import Tensor
 
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import TaskError, encodable, quoted, seen
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.tasks.chat import as_text, is_chat
 from swd_lens.tasks.generators.words import SPLITS
 from swd_lens.tasks.prompt import Prompt, decoded
@@ -32,7 +32,7 @@ __all__ = ["Bucket", "Task", "TaskSplit"]
 _SHOWN = 5  # examples of each split on a card
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True)
 class Task:
     """A task for one host: `train` gives scores and mean activations, `validation` chooses (which prefix, which threshold, when

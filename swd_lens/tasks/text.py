@@ -24,7 +24,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base.errors import TokenError, errors_seen, quoted
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.tasks.encoding import UnknownWords, begins_with_bos
 from swd_lens.tasks.named_text import NAMES, articles, named_documents
 
@@ -114,7 +114,7 @@ def same_length(lengths: Sequence[int], at_once: Callable[[int], int]) -> list[l
 # ---------------------------------------------------------------------------------------------- packing
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @errors_seen
 def load_text(
     source: Any,
@@ -171,7 +171,7 @@ def load_text(
     return as_rows(torch.stack(rows), model)
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def stream_rows(
     source: Any,
     model: Any,
@@ -257,7 +257,7 @@ def _row_of(model: Any, context: int | None, bos: bool | None) -> tuple[int, lis
     return min(n_ctx, 1024) if context is None else context, start
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def pack_text(
     model: Any,
     text: str,

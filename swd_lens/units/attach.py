@@ -33,7 +33,7 @@ from swd_lens.base.display import card
 from swd_lens.base.errors import AttachError, brief, quoted
 from swd_lens.base.holding import hold
 from swd_lens.base.interrupts import hold_back_interrupts, joint, unparted
-from swd_lens.base.surroundings import claim, in_plain_surroundings
+from swd_lens.base.surroundings import claim, with_torch_defaults
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, drops_out, host_of
 from swd_lens.hosts.recording import record
@@ -41,8 +41,8 @@ from swd_lens.hosts.sites import Site, overlapping
 from swd_lens.hosts.weights import keep_watch
 from swd_lens.units.cache import cover_helpers
 from swd_lens.units.factors import Factors
+from swd_lens.units.integrity import Probe
 from swd_lens.units.match import check_units, dtype_of
-from swd_lens.units.passport import Probe
 from swd_lens.units.projection import Projection, Watch, bypassed, projection_of, watch_block
 from swd_lens.units.unit_set import UnitSet
 
@@ -57,7 +57,7 @@ _WHILE_ATTACHED = (
 )
 
 
-@in_plain_surroundings
+@with_torch_defaults
 class Attachment:
     """A live attachment. Use it as a context manager, or call `detach()`.
 
@@ -171,7 +171,7 @@ class Attachment:
         return "attached" if self.attached else "detached"
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @joint
 def attach(model: Any, factors: Any) -> Attachment:
     """Replace the dense product at each site by units; z_i gets the hook point blocks.{L}.hook_{site}_unit.
@@ -206,7 +206,7 @@ def attach(model: Any, factors: Any) -> Attachment:
     return attachment
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @joint
 def detach(model: Any) -> None:
     """Take all attached units out of a host, also those whose handle was lost; where there are none, nothing is done.

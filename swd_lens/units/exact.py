@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swd_lens.base.errors import quoted
 from swd_lens.base.settings import AUTO
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.solver.automatic import automatic_shrinkage
 from swd_lens.solver.metric import Metric, correlations, power_of_two, require_positive
 from swd_lens.solver.validate import check_gram, check_tokens
@@ -29,7 +29,7 @@ SIDES = ("input", "output")
 _LEAST_OUTPUT_SHRINKAGE = 1e-4
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def svd_factors(
     weight: Float[Tensor, "d_in d_out"],
     gram: Tensor | None = None,
@@ -130,7 +130,7 @@ def _output_root(
     return vectors * values.clamp_min(share / 2).sqrt()
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def random_b_factors(weight: Float[Tensor, "d_in d_out"], seed: int) -> Factors:
     """Random-B: write = Q, read = W Q^T for a Haar-random orthogonal Q (d_out, d_out), the sign-fixed QR of a Gaussian.
 
@@ -153,7 +153,7 @@ def random_b_factors(weight: Float[Tensor, "d_in d_out"], seed: int) -> Factors:
     return _factors(weight, read, write, {"method": "random_b", "seed": seed})
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def neuron_factors(weight: Float[Tensor, "d_in d_out"], side: str = "input") -> Factors:
     """W's own coordinates as units: W = I W ("input"), or W I ("output").
 

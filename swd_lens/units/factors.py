@@ -8,7 +8,7 @@ The flow through this module:
    ones, without the errors and the probe of the old values.
 2. `FactorSet` maps site names to Factors in execution order and carries the provenance of the whole replacement.
 3. `FactorSet.save` / `FactorSet.load` write and read a folder (index.py): indices and values of the nonzeros, settings,
-   provenance, passport. A loaded set keeps its files memory-mapped and makes a site's Factors when they are first asked
+   provenance, integrity. A loaded set keeps its files memory-mapped and makes a site's Factors when they are first asked
    for; that is also when their probe is checked. `Factors.save` / `Factors.load` are those of a set of one.
 4. `FactorSet.push_to_hub` / `FactorSet.from_pretrained` do the same with a repository on the Hugging Face hub (hub.py).
 """
@@ -25,12 +25,12 @@ from torch import Tensor
 
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import AttachError, brief, legible, seen
-from swd_lens.base.marks import Mark, count_nonzeros, lasting
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.snapshots import TensorSnapshot, as_normal_tensor, count_nonzeros
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.units.hub import OnHub
 from swd_lens.units.index import open_folder, write_index, writing_factors
+from swd_lens.units.integrity import Offsets, Origin, Probe, fingerprint
 from swd_lens.units.keys import names_one, sites_of_key
-from swd_lens.units.passport import Offsets, Origin, Probe, fingerprint
 from swd_lens.units.storage import StoredSite, write_site
 
 __all__ = ["FactorSet", "Factors", "fingerprint", "write_factors"]
@@ -41,7 +41,7 @@ _TILE = 2**21
 MEASURED = ("relmse", "relative_frobenius", "recipe")
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True, repr=False)
 class Factors:
     """Two sparse factors of one matrix, W ≈ read @ write.
@@ -52,7 +52,7 @@ class Factors:
         settings: how they were made (preset, sparsity, iterations, ...); plain JSON values.
         provenance: of what (site, weight fingerprint, tokens, version, seed); plain JSON values.
         weight: (d_in, d_out) the dense matrix, kept in memory for `relmse`; it is never saved.
-        origin: what they were made from, as far as another host needs it (passport.py). On the CPU, like probe.
+        origin: what they were made from, as far as another host needs it (integrity.py). On the CPU, like probe.
         offsets: constants that transported factors add: z = h @ read + offsets.unit; y = z @ write + bias + offsets.out.
         probe: an input, the z and the y it must give. `dataclasses.replace` with other values drops it.
         held: checksums of read, write and offsets, which provenance's errors and the probe were made with. Left out, it is
@@ -70,20 +70,24 @@ class Factors:
     offsets: Offsets | None = None
     probe: Probe | None = None
     held: tuple[Any, ...] | None = field(default=None, repr=False, compare=False)
-    mark: Mark = field(init=False, repr=False, compare=False)
+    mark: TensorSnapshot = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Inference tensors count no versions, and no gradient could be taken through units made of them.
-        tensors: dict[str, Tensor | None] = {"read": lasting(self.read), "write": lasting(self.write)}
+        tensors: dict[str, Tensor | None] = {"read": as_normal_tensor(self.read), "write": as_normal_tensor(self.write)}
         changes: dict[str, Any] = dict(tensors)
         if self.offsets is not None:
             tensors |= {"offsets.unit": self.offsets.unit, "offsets.out": self.offsets.out}
-        mark = Mark((tensors, name) for name in tensors)
+        mark = TensorSnapshot((tensors, name) for name in tensors)
         if self.held not in (None, mark.checksums) and not self.read.is_meta:
             changes |= {"probe": None, "provenance": {k: v for k, v in self.provenance.items() if k not in MEASURED}}
         # The dense matrix is watched apart: it may change, as long as no error is asked of it.
         weight = {} if self.weight is None else {"weight": self.weight}
-        changes |= {"held": mark.checksums, "mark": mark, "_weight_mark": Mark((weight, name) for name in weight)}
+        changes |= {
+            "held": mark.checksums,
+            "mark": mark,
+            "_weight_mark": TensorSnapshot((weight, name) for name in weight),
+        }
         for name, value in changes.items():
             object.__setattr__(self, name, value)  # frozen for others
 
@@ -307,7 +311,7 @@ def _zero_data(factors: "Factors | FactorSet") -> str:
 _SetBase = Mapping[str, Factors] if TYPE_CHECKING else Mapping
 
 
-@in_plain_surroundings
+@with_torch_defaults
 class FactorSet(OnHub, _SetBase):
     """Site name -> Factors, in execution order, with the provenance of the whole replacement.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from swd_lens.base.errors import UnitSourceError, legible, quoted
 from swd_lens.base.sealed import open_tensors, readable
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.units.coder import CoderUnits
 from swd_lens.units.loaded import ARCHITECTURES, LoadedCoder
 from swd_lens.units.saelens import from_saelens
@@ -35,7 +35,7 @@ _OLD_NAMES = {
 }
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def load_coders(path: str | Path, *, layers: Iterable[int] | None = None) -> dict[str, CoderUnits]:
     """SAEs or transcoders of a folder, as units: what `attach`, `attribute` and all else take.
 

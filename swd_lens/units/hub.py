@@ -18,7 +18,7 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalE
 
 from swd_lens.base import __version__
 from swd_lens.base.errors import FactorFileError, errors_seen, legible, quoted
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.units.index import FORMAT_VERSION, INDEX, entries_in
 
 _Set = TypeVar("_Set", bound="OnHub")
@@ -54,7 +54,7 @@ Written by swd_lens {{ version }}, factor format {{ format }}. Settings and prov
 """
 
 
-@in_plain_surroundings
+@with_torch_defaults
 class OnHub(ModelHubMixin, library_name="swd_lens", tags=["interpretability", "sparse-weight-decomposition"]):
     """What a set of factors needs to live on the hub; the class for `swd_lens.FactorSet`, whose save and load it uses."""
 

@@ -29,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from swd_lens.base.errors import quoted
-from swd_lens.base.marks import count_nonzeros
+from swd_lens.base.snapshots import count_nonzeros
 
 KERNELS = ("auto", "dense", "sparse")
 

@@ -10,7 +10,7 @@
 h = x * scale + shift (`swd_lens.hosts.Affine`) and moves scale and shift into the weights and biases behind it. Factors follow,
 from (scale, shift) 0 to 1:
 
-4. Their origin must lead to the host's W: a sketch of W (passport.py) is carried over and compared, up to the mean that
+4. Their origin must lead to the host's W: a sketch of W (integrity.py) is carried over and compared, up to the mean that
    centring takes out and that LayerNorm never sees.
 5. read1 = (scale0 / scale1) read0: same support, same units. write stays: what centring would subtract from it is the mean
    over d_model, which every LayerNorm behind it removes, and which would make every write vector dense.
@@ -30,13 +30,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.errors import AttachError
-from swd_lens.base.marks import checksum
+from swd_lens.base.snapshots import checksum
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.sites import PACKED, RESIDUAL_MATRICES, Site
 from swd_lens.hosts.weights import stored_parameters
 from swd_lens.units.coder import Units
 from swd_lens.units.factors import Factors, FactorSet, fingerprint
-from swd_lens.units.passport import Offsets, Origin, Probe, sketch
+from swd_lens.units.integrity import Offsets, Origin, Probe, sketch
 
 # Dtypes that a host is loaded in for speed; factors carry the fingerprint of W rounded to each.
 ROUNDED = {"bfloat16": torch.bfloat16, "float16": torch.float16}

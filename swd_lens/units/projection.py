@@ -5,7 +5,7 @@
 3. `bypassed` is the dense host for a moment, with the projections left in their places.
 4. `projection_of` makes the one that a unit source needs, on the host's device and in its dtype.
 5. `Watch` says whether the matrix and the factors of an attached site are still those that were attached. Both are marked
-   (base/marks.py) when the site is mounted: the parameters that hold the matrix, and read, write and offsets of factors; an
+   (base/snapshots.py) when the site is mounted: the parameters that hold the matrix, and read, write and offsets of factors; an
    encode/decode pair is used as it is, and whoever trains it may write to it. A forward compares versions, which in-place
    operations, `load_state_dict` of a submodule and replaced parameters change. A call of swd_lens (`host_of`), and taking the
    units out, compare values, so that what was written through `.data` is noticed, too. A host that was moved to another dtype
@@ -27,7 +27,7 @@ from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import AttachError, SiteDidNotRunWarning, legible
 from swd_lens.base.interrupts import Push, unparted
-from swd_lens.base.marks import Mark, count_nonzeros
+from swd_lens.base.snapshots import TensorSnapshot, count_nonzeros
 from swd_lens.hosts import Host
 from swd_lens.hosts.recording import hooks_of, name_of
 from swd_lens.hosts.sites import Site
@@ -49,7 +49,7 @@ class Watch:
 
     def __init__(self, host: Host, site: Site, units: Units):
         self.site, self.provenance = site, units.provenance
-        self.weight = Mark(stored_parameters(host, site))
+        self.weight = TensorSnapshot(stored_parameters(host, site))
         self.factors = units.mark if isinstance(units, Factors) else None
         self.reported = False
 

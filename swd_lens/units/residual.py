@@ -17,7 +17,7 @@ from torch import Tensor
 from transformer_lens.utilities import Slice
 
 from swd_lens.base.errors import UnitSourceError, legible, quoted
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import host_of
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.held import HeldNorm
@@ -37,7 +37,7 @@ RANKED_BY = ("cosine", "dot product")
 # ---------------------------------------------------------------------------------------------- on a prompt
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def stack_unit_results(
     cache: Any,
     factors: Any,
@@ -179,7 +179,7 @@ def _held_in(cache: Any, of: UnitSet, site: str, positions: Any) -> HeldNorm | N
 # ---------------------------------------------------------------------------------------------- directions
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def writers(
     factors: Mapping[str, Factors], direction: Any, model: Any, n: Any, by: str, tokens_as: str
 ) -> pd.DataFrame:
@@ -188,7 +188,7 @@ def writers(
     return _ranked(factors, vectors, direction_of(direction, model, tokens_as), n, by)
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def readers(
     factors: Mapping[str, Factors], direction: Any, model: Any, n: Any, by: str, tokens_as: str
 ) -> pd.DataFrame:

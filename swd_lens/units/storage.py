@@ -1,10 +1,10 @@
 """One matrix's factors on disk: a safetensors file of nonzeros; the folder of many and its index are index.py's.
 
 1. `write_site` writes the nonzeros of a read and a write factor as (index, value) pairs, 8 bytes an edge, with the small
-   tensors that travel along (passport.py), and returns the index entry that describes them. The file's name carries a hash
+   tensors that travel along (integrity.py), and returns the index entry that describes them. The file's name carries a hash
    of its tensors, so that no write ever touches another matrix's file, or an older version of its own.
 2. `StoredPair` keeps a file memory-mapped and makes the dense factors when asked; `StoredSite` is one site's pair with its
-   passport.
+   integrity.
 3. Passports must fit their factors, and probes be met, when written and when read: factors that would be refused when they
    are loaded are not saved.
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from swd_lens.base.errors import FactorFileError, seen
 from swd_lens.base.files import naming, sha256
 from swd_lens.base.sealed import readable, tensor_digest, write_tensors
-from swd_lens.units.passport import Offsets, Origin, Probe, from_tensors, to_tensors
+from swd_lens.units.integrity import Offsets, Origin, Probe, from_tensors, to_tensors
 
 # Largest |computed - expected| / |expected| of a probe's z and y: float32, summed in float64: agreement is to 1e-7.
 PROBE_TOLERANCE = 1e-4
@@ -156,7 +156,7 @@ class _Unmapped:
         return self.tensors[name]
 
 
-# ---------------------------------------------------------------------------------------------- a site with its passport
+# ---------------------------------------------------------------------------------------------- a site with its integrity
 
 
 def write_site(
@@ -213,20 +213,20 @@ class StoredSite:
         """What Factors are made of, by the names of their fields.
 
         Raises:
-            FactorFileError: what `StoredPair.dense` raises, a passport that does not fit, or a probe that finds another z.
+            FactorFileError: what `StoredPair.dense` raises, a integrity that does not fit, or a probe that finds another z.
         """
         extras = self.pair.extras()
         try:  # first: sizes that are wrong may be too large for factors
-            passport = from_tensors(extras, self.d_in, self.n_units, self.d_out)
+            integrity = from_tensors(extras, self.d_in, self.n_units, self.d_out)
         except ValueError as cause:
             raise FactorFileError(f"{self.pair.path}: {cause}; factorize again, or update swd_lens") from cause
         read, write = self.pair.dense()
-        if difference := _difference(passport.get("probe"), read, write, passport.get("offsets")):
+        if difference := _difference(integrity.get("probe"), read, write, integrity.get("offsets")):
             raise FactorFileError(
                 f"{self.site}: the factors load, but do not compute what they computed when they were saved "
                 f"({difference}); copy {self.pair.path} again, or factorize again"
             )
-        return {"read": read, "write": write, "settings": self.settings, "provenance": self.provenance, **passport}
+        return {"read": read, "write": write, "settings": self.settings, "provenance": self.provenance, **integrity}
 
     @seen
     def __repr__(self) -> str:

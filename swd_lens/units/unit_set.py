@@ -23,8 +23,8 @@ from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.sites import Ends, Site, select_sites
 from swd_lens.units.coder import CoderUnits, Units, has_pair, place_of, tried
 from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.integrity import fingerprint
 from swd_lens.units.keys import read_unit, single_units
-from swd_lens.units.passport import fingerprint
 from swd_lens.units.saelens import from_saelens, is_saelens
 
 

@@ -8,7 +8,7 @@ from swd_lens.analysis.qk import QKPair, score_parts
 from swd_lens.hosts import host_of
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
-from swd_lens.units.passport import Offsets
+from swd_lens.units.integrity import Offsets
 
 ROW = [3, 7, 1, 12, 5, 7, 9]
 

@@ -13,7 +13,7 @@ from swd_lens.hosts import host_of
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
-from swd_lens.units.passport import Offsets
+from swd_lens.units.integrity import Offsets
 from tests.micro import micro_model, random_tokens, toy_model
 
 SITE = "blocks.1.mlp_in"

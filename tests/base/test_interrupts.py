@@ -10,7 +10,7 @@ import torch
 
 from swd_lens.base import interrupts
 from swd_lens.base.interrupts import hold_back_interrupts, joint, unparted
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.undo import Undo
 from tests.base.test_surroundings import in_a_thread
 
@@ -94,7 +94,7 @@ def test_contexts_that_a_call_leaves_are_not_parted():
             ctrl_c()
             left.append("generated")
 
-    @in_plain_surroundings
+    @with_torch_defaults
     def call():
         with generated(), Mode(), torch.no_grad():
             pass

@@ -3,7 +3,7 @@
 import pytest
 
 from swd_lens.base.names import OURS, require_names
-from swd_lens.base.parts import CALL, FOLDER
+from swd_lens.base.step_cache import CALL, FOLDER
 from swd_lens.cli import best as cli_best
 from swd_lens.factorization import checkpoint, goal
 from swd_lens.hosts import made

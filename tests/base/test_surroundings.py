@@ -1,4 +1,4 @@
-"""in_plain_surroundings: what a marked call sees of the caller's settings, that they are given back, and one thread per host."""
+"""with_torch_defaults: what a marked call sees of the caller's settings, that they are given back, and one thread per host."""
 
 import gc
 import threading
@@ -13,7 +13,7 @@ from torch import nn
 from swd_lens.base import holding, surroundings
 from swd_lens.base.errors import HostInUseError
 from swd_lens.base.holding import hold
-from swd_lens.base.surroundings import claim, in_plain_surroundings, is_marked
+from swd_lens.base.surroundings import claim, is_marked, with_torch_defaults
 from swd_lens.base.undo import Undo
 from tests.interrupts import run_to_line
 
@@ -76,7 +76,7 @@ def state() -> tuple:
     )
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def marked(then=lambda: None) -> tuple:
     then()
     return state()
@@ -92,7 +92,7 @@ def test_a_marked_call_sees_plain_settings_and_gives_the_callers_back(name):
             marked(lambda: 1 / 0)
         assert state() == before
         assert (before == inside) == (name in ("none", "no_grad"))
-        made = in_plain_surroundings(lambda: torch.zeros(2))()
+        made = with_torch_defaults(lambda: torch.zeros(2))()
         assert not made.is_inference()
     assert inside[:4] == (torch.float32, "cpu", False, False) and inside[5] in ("highest", "ieee")
     assert inside[4] == (name != "no_grad")
@@ -124,7 +124,7 @@ def test_every_way_to_round_products_is_off_inside_and_back_afterwards(owner, na
     try:
         setattr(owner, name, value)
         before = precisions()
-        assert in_plain_surroundings(precisions)() == ("highest", "ieee", "ieee", "ieee")
+        assert with_torch_defaults(precisions)() == ("highest", "ieee", "ieee", "ieee")
         assert precisions() == before
     finally:
         setattr(owner, name, former)
@@ -147,7 +147,7 @@ def test_what_our_own_code_sets_holds_within_marked_calls():
         with torch.autocast("cpu", torch.bfloat16):
             assert marked()[2]
 
-    in_plain_surroundings(train)()
+    with_torch_defaults(train)()
 
 
 def test_an_interruption_at_any_line_leaves_nothing_behind():
@@ -197,7 +197,7 @@ class Computes:
 
 
 def test_a_class_is_marked_by_its_public_methods():
-    assert in_plain_surroundings(Computes) is Computes
+    assert with_torch_defaults(Computes) is Computes
     computes = Computes()
     with default_dtype(torch.float64):
         seen = (computes.method(), Computes.of_class(), Computes.static(), computes.read, computes.kept)
@@ -205,13 +205,13 @@ def test_a_class_is_marked_by_its_public_methods():
         assert computes._own()[0] is torch.float64 and next(computes.values())[0] is torch.float64
     assert is_marked(Computes.method) and not is_marked(Computes.values) and not is_marked(Computes._own)
     once = Computes.method
-    in_plain_surroundings(Computes)
+    with_torch_defaults(Computes)
     assert Computes.method is once
 
 
 def test_a_generator_is_not_marked():
     with pytest.raises(AssertionError):
-        in_plain_surroundings(Computes.values)
+        with_torch_defaults(Computes.values)
 
 
 # ---------------------------------------------------------------------------------------------- threads
@@ -242,7 +242,7 @@ def test_process_wide_settings_are_given_back_by_the_last_of_two_threads():
         seen.append(state()[0])
 
     with default_dtype(torch.float64):
-        thread = threading.Thread(target=in_plain_surroundings(long))
+        thread = threading.Thread(target=with_torch_defaults(long))
         thread.start()
         begun.wait()
         assert marked()[0] is torch.float32
@@ -256,7 +256,7 @@ def test_process_wide_settings_are_given_back_by_the_last_of_two_threads():
 def test_a_host_in_a_marked_call_is_refused_to_other_threads_until_it_ends():
     model = nn.Linear(1, 1)
 
-    @in_plain_surroundings
+    @with_torch_defaults
     def use(then=lambda: None):
         claim(model)
         claim(model)

@@ -15,8 +15,8 @@ from swd_lens.base.shares import fewest_with
 from swd_lens.circuits.ablation import Means
 from swd_lens.circuits.attribution import TrainingPass, first_order
 from swd_lens.circuits.concentration import text_predictions
+from swd_lens.circuits.fast_forward import find_fast_forward
 from swd_lens.circuits.fidelity import fidelities
-from swd_lens.circuits.shortcuts import find_shortcuts
 from swd_lens.hosts import host_of
 from swd_lens.tasks.task import TaskSplit
 from swd_lens.units import attach
@@ -79,9 +79,9 @@ def text_edges(model: Any, factors: Mapping[str, Any], split: TaskSplit, positio
     host, costs = host_of(model), []
     with attach(model, factors) as attachment:
         units, sites = attachment.factors, attachment.sites
-        shortcuts = find_shortcuts(host, sites, units, split, positions, known=False, dense=None)
+        fast_forward = find_fast_forward(host, sites, units, split, positions, known=False, dense=None)
         means = Means(host, sites, split, positions, "scoring" if positions == "scoring" else "all_tokens", 64)
-        contributions = first_order(TrainingPass(host, units, shortcuts, means, steps=1))
+        contributions = first_order(TrainingPass(host, units, fast_forward, means, steps=1))
         edges = [units[site.name].edges_per_unit for site in sites]
         reads = (factors[sites[0].name].read != 0).sum(0)
         for bucket in split.buckets(64):

@@ -33,7 +33,7 @@ from torch import Tensor
 
 import swd_lens as swd
 from swd_lens.circuits.circuit import Circuit
-from swd_lens.circuits.frontier import judge
+from swd_lens.circuits.evaluate import evaluate_circuits
 from swd_lens.circuits.measure import (
     Carried,
     Margins,
@@ -199,7 +199,7 @@ def p_values(
         named[f"{i}"] = circuit
         for j in range(n):
             named[f"{i} {j}"] = Circuit(pool.draw(generator), circuit.scores, circuit.edges, {"kind": "random"})
-    rows = judge(model, factors, split, named)
+    rows = evaluate_circuits(model, factors, split, named)
     q_full = float(rows["drop"].iloc[0] + rows["q ablate"].iloc[0])
     found = []
     for i in range(len(circuits)):

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import swd_lens as swd
-from swd_lens.circuits.bench import Bench
+from swd_lens.circuits.interventions import InterventionRunner
 from swd_lens.hosts import host_of
 from tests.benchmarks.attach import ONE, VOCABULARY, _gpt2_small, _gpt2_small_bridge
 
@@ -120,7 +120,7 @@ def _curve(model: Any, factors: Any, split: Any, scores: Any, lengths: list[int]
     ranks, thresholds = scores.ranks(), torch.tensor([*lengths, *lengths])[:, None]
     keeps = torch.arange(len(thresholds))[:, None] < len(lengths)
     with swd.attach(model, factors) as attachment:
-        bench = Bench(host_of(model), attachment, split, scores, "mean", **how)
+        bench = InterventionRunner(host_of(model), attachment, split, scores, "mean", **how)
         found, _ = bench.run(
             len(thresholds),
             lambda chunk: {site: (rank > thresholds[chunk]) == keeps[chunk] for site, rank in ranks.items()},

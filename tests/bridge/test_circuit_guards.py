@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.circuits.shortcuts import find_shortcuts
+from swd_lens.circuits.fast_forward import find_fast_forward
 from swd_lens.hosts import host_of
 from tests import families
 
@@ -33,8 +33,8 @@ def test_a_norm_behind_the_mlp_closes_the_road_of_known_z(dtype):
     with swd.attach(model, factors) as attachment, warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # nor is that a fault of the host to be reported
         for positions in ("scoring", "all"):
-            shortcuts = find_shortcuts(host_of(model), attachment.sites, attachment.factors, split, positions)
-            assert shortcuts.known is None
+            fast_forward = find_fast_forward(host_of(model), attachment.sites, attachment.factors, split, positions)
+            assert fast_forward.known is None
 
 
 @pytest.mark.parametrize("name", ["gemma2", "llama"])

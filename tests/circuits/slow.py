@@ -1,4 +1,4 @@
-"""The obvious versions: whole prompts, one by one, plain TransformerLens hooks, no shortcuts, no batches, no kept prefixes.
+"""The obvious versions: whole prompts, one by one, plain TransformerLens hooks, no fast_forward, no batches, no kept prefixes.
 
 `able_split` has prompts that the toy model does well on. The other functions expect the factors to be attached (all but
 `slow_means`, which takes a list of what `activations` gave).

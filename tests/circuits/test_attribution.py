@@ -151,7 +151,7 @@ def test_no_forward_holds_more_prompts_than_batch_size(model, few, score, monkey
         count(name)
     long = split_of([[1, 2, 3]] * 9, [[1]] * 9, [[2]] * 9, 20)
     attribute(model, few, long, score=score, mean_over="all_tokens", steps=1, batch_size=2)
-    assert max(rows) <= 4  # find_shortcuts tries four prompts
+    assert max(rows) <= 4  # find_fast_forward tries four prompts
 
 
 # ---------------------------------------------------------------------------------------------- calculus

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import swd_lens as swd
 from swd_lens.base import sealed
 from swd_lens.base.errors import UnsealedFileWarning
-from swd_lens.circuits import Circuit, UnitScores, attribute, evaluate, judge
+from swd_lens.circuits import Circuit, UnitScores, attribute, evaluate, evaluate_circuits
 from tests.circuits.slow import able_split, last_logits, margin_of
 from tests.contract import swd_zero_data
 from tests.micro import toy_model
@@ -144,7 +144,7 @@ def test_a_circuit_of_a_curve_does_from_its_file_what_it_did(tmp_path, toy, mean
     loaded = Circuit.load(str(tmp_path / "c.safetensors"))
     same(loaded, circuit)
     assert loaded.overlap(circuit)["jaccard"] == 1.0
-    both = judge(model, factors, able_split(), {"made": circuit, "loaded": loaded})
+    both = evaluate_circuits(model, factors, able_split(), {"made": circuit, "loaded": loaded})
     made, again = (both.loc[row].drop("circuit").to_dict() for row in (0, 1))
     assert made == pytest.approx(again, rel=1e-6, nan_ok=True)
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.circuits import fidelity
+from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.fidelity import Fidelity, fidelities
-from swd_lens.circuits.kept import DenseRuns
 from swd_lens.hosts import host_of
 from swd_lens.units.factors import Factors
 from tests.contract import swd_zero_data
@@ -86,7 +86,7 @@ def test_batches_do_not_matter(model):
 
 
 def test_what_enters_the_replaced_block_is_kept_from_one_replacement_to_the_next(model):
-    tokens, dense = random_tokens(9, 8), DenseRuns()
+    tokens, dense = random_tokens(9, 8), DenseCache()
     for number, factors in enumerate((swd_zero_data(model, "blocks.1.*"), swd_zero_data(model, "blocks.1.mlp_out"))):
         with block_runs(model, 0) as runs:
             found = fidelity(model, factors, tokens, dense=dense)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.circuits import Circuit, attribute, evaluate, judge
-from swd_lens.circuits.kept import DenseRuns
+from swd_lens.circuits import Circuit, attribute, evaluate, evaluate_circuits
+from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.null import CircuitNull, _Pool, has_others
 from swd_lens.tasks.task import Task
 from swd_lens.units.factors import Factors
@@ -176,7 +176,7 @@ def test_every_row_is_what_its_circuit_gives_alone(toy, match, ablation):
     for name in ("sufficiency", "drop", "q keep", "q ablate"):
         assert null.rows[name].iloc[0] == pytest.approx(prefix[name], abs=1e-5)
     for i, drawn in enumerate(null.circuits[1:], 1):
-        alone = judge(model, factors, task, drawn, ablation=ablation).iloc[0]
+        alone = evaluate_circuits(model, factors, task, drawn, ablation=ablation).iloc[0]
         assert null.rows["edges"][i] == drawn.n_edges
         assert abs(prefix["edges"] - drawn.n_edges) < max(int(e.max()) for e in drawn.edges.values())
         assert match == "score" or drawn.n_edges <= prefix["edges"]
@@ -197,7 +197,7 @@ def test_what_comes_before_the_first_replaced_layer_is_run_once(toy):
     factors = swd_zero_data(model, "blocks.1.mlp_out")
     scores = attribute(model, factors, task)
     with block_runs(model, 0) as of_curve:
-        evaluate(model, factors, task.test, scores, dense=DenseRuns())
+        evaluate(model, factors, task.test, scores, dense=DenseCache())
     with block_runs(model, 0) as of_both:
         swd.circuit_null(model, factors, task, scores, circuit=6, n=20)
     # All that the twenty-one circuits need of block 0 the curve needs, too.

@@ -10,8 +10,8 @@ import scipy.stats
 import torch
 
 from swd_lens.base.errors import UndefinedSufficiencyWarning
-from swd_lens.circuits import UnitScores, attribute, evaluate, judge, refine
-from swd_lens.circuits.bench import Bench
+from swd_lens.circuits import UnitScores, attribute, evaluate, evaluate_circuits, refine
+from swd_lens.circuits.interventions import InterventionRunner
 from swd_lens.circuits.measure import Threshold
 from swd_lens.circuits.refine import _Search
 from swd_lens.hosts import host_of
@@ -120,9 +120,9 @@ def test_never_dearer_than_the_prefix_and_sure_on_validation(toy, carried, how, 
         assert found.validation[name] > target
     # All numbers are those of judge, on each split.
     for split, values in ((carried.train, found.train), (carried.validation, found.validation)):
-        again = judge(model, factors, split, both).set_index("circuit")[of]
+        again = evaluate_circuits(model, factors, split, both).set_index("circuit")[of]
         assert again.to_dict() == pytest.approx(dict(values), abs=1e-5)
-    pd.testing.assert_frame_equal(found.test, judge(model, factors, carried, both))
+    pd.testing.assert_frame_equal(found.test, evaluate_circuits(model, factors, carried, both))
     assert found.table()[f"{of} (test)"].tolist() == found.test[of].tolist()
     assert found.table()["edges"].tolist() == [found.prefix.n_edges, found.refined.n_edges]
     for shown in (repr(found), found._repr_html_()):
@@ -148,7 +148,7 @@ def test_no_single_unit_of_a_searched_circuit_can_go(toy, ablation):
     """What the search itself ends in, before it is decided on validation prompts where to stop."""
     model, factors, scores = toy
     with attach(model, factors) as attachment:
-        bench = Bench(host_of(model), attachment, TRAIN, scores, ablation, keep=True)
+        bench = InterventionRunner(host_of(model), attachment, TRAIN, scores, ablation, keep=True)
         search = _Search(bench, scores, attachment.factors.active_edges, "edges", Threshold("sufficiency", 1.02))
         everything = torch.ones(scores.n_units, dtype=torch.bool)
         start, *_, end = search.at(1.02, start=everything, rounds=0)

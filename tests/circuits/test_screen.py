@@ -60,7 +60,7 @@ def by_hooks(model, split, names, last_only, each=False):
 def test_margins_are_those_of_hooks_that_put_means_in_place(host, positions):
     model, tasks = host
     screened = swd.screen(model, tasks, positions=positions, tokens_per_forward=300)
-    assert screened.settings["shortcuts"]["ioi"] == (["start", "prefix"] if positions == "scoring" else ["start"])
+    assert screened.settings["fast_forward"]["ioi"] == (["start", "prefix"] if positions == "scoring" else ["start"])
     for task in tasks:
         result = screened.tasks[task.name]
         interventions = {name: [name] for name in ("blocks.0.mlp_out", "blocks.2.attn_o", "blocks.3.mlp_out")}
@@ -121,8 +121,8 @@ def test_shortcuts_change_nothing_on_other_hosts(family, monkeypatch):
     monkeypatch.setattr(ScreenRuns, "_starts_agree", lambda *_: False)
     monkeypatch.setattr(ScreenRuns, "_prefix_agrees", lambda *_: False)
     plain = swd.screen(model, task, n_prompts=9)
-    assert plain.settings["shortcuts"]["words"] == []
-    assert ("prefix" in shortened.settings["shortcuts"]["words"]) is (family != "bert")
+    assert plain.settings["fast_forward"]["words"] == []
+    assert ("prefix" in shortened.settings["fast_forward"]["words"]) is (family != "bert")
     for name, margin in plain.tasks["words"].margins.items():
         assert shortened.tasks["words"].margins[name] == pytest.approx(margin, abs=2e-3), name
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import swd_lens as swd
 from swd_lens import cli
 from swd_lens.report import terminal
-from swd_lens.study.asked import memory_of
+from swd_lens.study.resume import memory_of
 from tests.cli.test_cli import PROMPTS, SMALL
 
 TEXT = ["--heldout-tokens", "1024"]
@@ -42,7 +42,7 @@ def test_finished_and_tuned_factors_are_compared_without_solving(tmp_path, whole
     def solved(*_, **__):
         raise AssertionError("something was factorized")
 
-    monkeypatch.setattr("swd_lens.study.main_road.factorize", solved)
+    monkeypatch.setattr("swd_lens.study.run_study.factorize", solved)
     given = ["--factors", whole, "--factors", whole / "factors"]
     refused = run("circuit", *given[2:], *given[2:], "--task", "ioi", "--out", tmp_path / "x")
     assert refused.exit_code == 1 and "rename one of them" in " ".join(refused.stderr.split())

@@ -7,7 +7,7 @@ import torch
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.study import checkpoint
-from swd_lens.units.passport import Offsets
+from swd_lens.units.integrity import Offsets
 from tests import families
 from tests.errors.triggers import on_hooked, trigger
 from tests.units.test_sources import Coder

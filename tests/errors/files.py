@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 import swd_lens.base.sealed as sealed
 from swd_lens.base.lock import NoLocks
 from swd_lens.base.names import require_names
-from swd_lens.base.parts import Parts
 from swd_lens.base.sealed import hashes_of, read_sealed, read_tensors, require_hashes, write_sealed, write_tensors
+from swd_lens.base.step_cache import StepCache
 from swd_lens.base.writer import require_writable, require_writable_file, writing
 from tests.errors.triggers import trigger
 
@@ -40,8 +40,8 @@ def file_gone(folder, patch):
 
 @trigger
 def parts_of_another_call(folder, patch):
-    Parts(folder, {"host": "a"})
-    Parts(folder, {"host": "b"})
+    StepCache(folder, {"host": "a"})
+    StepCache(folder, {"host": "b"})
 
 
 @trigger

@@ -21,8 +21,8 @@ from swd_lens.tasks.prompt import Prompt
 from swd_lens.units.coder import CoderUnits
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.folders import load_coders
+from swd_lens.units.integrity import Offsets, Origin, Probe
 from swd_lens.units.keys import read_unit
-from swd_lens.units.passport import Offsets, Origin, Probe
 from swd_lens.units.saelens import from_saelens
 from swd_lens.units.unit_set import as_units
 from tests import families

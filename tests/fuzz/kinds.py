@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import swd_lens as swd
-from swd_lens.base.parts import Parts
+from swd_lens.base.step_cache import StepCache
 from swd_lens.factorization.checkpoint import Checkpoint
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.tasks import load_task
@@ -215,7 +215,7 @@ KINDS: dict[str, Kind] = {
     "efficiency": _saved("efficiency"),
     "run_study, finished": Kind(_version(calls.study_in_parts), calls.study_in_parts, (_RUN,), 1),
     "run_study, interrupted": Kind(
-        _interrupted(calls.study_in_parts, Parts, "tensors", 3), calls.study_in_parts, (_RUN,), 1
+        _interrupted(calls.study_in_parts, StepCache, "tensors", 3), calls.study_in_parts, (_RUN,), 1
     ),
     "data_efficiency, resumed": Kind(_version(calls.data_efficiency), calls.data_efficiency, ("ValueError", _RUN), 1),
     "graph": _saved("graph"),

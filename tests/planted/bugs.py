@@ -133,7 +133,7 @@ BUGS = [
         "test_errors.py units/test_transport.py",
     ),
     Bug(
-        "units/passport.py",
+        "units/integrity.py",
         "return y if offsets is None else y + offsets",
         "return y if offsets is None else y - offsets",
         "units/test_probe.py units/test_transport.py",

@@ -56,7 +56,7 @@ def test_a_screen_finds_the_first_mlp_for_digits_and_late_attention_for_agreemen
     tasks = [swd.load_task(name, model, n_train=12, n_test=4) for name in ("greater_digit", "agreement")]
     screened = swd.screen(model, tasks, sites=["attn_o", "mlp_out"], batch_size=12)
     digits, agreement = screened.tasks["greater_digit"], screened.tasks["agreement"]
-    assert screened.settings["shortcuts"]["agreement"] == ["start", "prefix"]
+    assert screened.settings["fast_forward"]["agreement"] == ["start", "prefix"]
     assert max(screened.sites, key=digits.dropped) == "blocks.0.mlp_out" and digits.kept("blocks.0.mlp_out") < 0.3
     most = sorted(screened.sites, key=agreement.kept)[:3]
     assert set(most) == {"blocks.25.mlp_out", "blocks.26.attn_o", "blocks.27.attn_o"}

@@ -24,7 +24,7 @@ from swd_lens.base.errors import AttachError
 from swd_lens.hosts import host_of
 from swd_lens.hosts.weights import stored_matrix
 from swd_lens.units.factors import Factors
-from swd_lens.units.passport import Offsets
+from swd_lens.units.integrity import Offsets
 
 HOOKED = int(metadata.version("transformer_lens").split(".")[0]) < 4
 KINDS = ["hooked", "bridge"] if HOOKED else ["bridge"]

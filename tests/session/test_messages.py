@@ -140,6 +140,6 @@ def test_compare_takes_the_model_first_and_the_former_order(session):
 
 
 def test_the_package_lists_what_is_for_users():
-    assert not {"os", "sys", "import_module", "ModuleType", "Any"} & {*dir(swd), *vars(swd)} and "passport" not in dir(
+    assert not {"os", "sys", "import_module", "ModuleType", "Any"} & {*dir(swd), *vars(swd)} and "integrity" not in dir(
         swd
     )

@@ -5,7 +5,7 @@ import torch
 
 from swd_lens.solver import resolve, solve
 from swd_lens.solver.anneal import Block, births_at, rebalance
-from swd_lens.solver.births import born_again
+from swd_lens.solver.births import reinit_unused_units
 from swd_lens.solver.metric import Metric
 from tests.benchmarks.planted import KINDS, ROWS, Row, error, mmcs, planted, support_f1
 
@@ -50,10 +50,10 @@ def test_a_piece_of_the_residual_is_found_and_takes_the_place_of_a_useless_unit(
     read, write = truth.read.clone(), truth.write.clone()
     read[:, 2], write[4] = 0.0, 0.0  # two units do nothing
     metric = Metric.of(None, truth.weight, 0.0)
-    born = born_again(read, write, truth.weight, metric, (5, 4))
+    born = reinit_unused_units(read, write, truth.weight, metric, (5, 4))
     assert born == [2, 4]
     assert support_f1(truth, read, write) > 0.95 and error(truth, read, write) < 0.05  # units overlap in a few entries
-    assert born_again(read, write, truth.weight, metric, (5, 4)) == []
+    assert reinit_unused_units(read, write, truth.weight, metric, (5, 4)) == []
 
 
 def test_births_are_spread_over_the_alternations():

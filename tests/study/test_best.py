@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.circuits.frontier import judge
+from swd_lens.circuits.evaluate import evaluate_circuits
 from swd_lens.circuits.measure import contents_of
 from swd_lens.study.best import BY_HEAD, FIRST, BestCircuit, _between, _part
 from swd_lens.tasks.streams import as_stream
@@ -53,7 +53,7 @@ def test_the_winner_keeps_the_goal_and_needs_the_fewest_edges():
 
 def test_what_is_said_of_the_circuit_is_what_it_does_on_test_prompts(tmp_path):
     best = best_at_site()
-    again = judge(model(), best.factors, task().test, {"circuit": best.circuit})
+    again = evaluate_circuits(model(), best.factors, task().test, {"circuit": best.circuit})
     assert again["recovered"].iloc[0] == pytest.approx(best.test["recovered"].iloc[0], abs=1e-6)
     assert best.n_edges == best.circuit.n_edges == int(again["edges"].iloc[0])
     assert best.circuit.provenance["chosen_by"] == "best_circuit"

@@ -10,13 +10,13 @@ import torch
 
 import swd_lens as swd
 import swd_lens.circuits.protocol
-import swd_lens.study.main_road
+import swd_lens.study.run_study
 from swd_lens.base.errors import BudgetError
-from swd_lens.base.parts import CALL, FOLDER, Parts
 from swd_lens.base.sealed import read_tensors, write_sealed, write_tensors
+from swd_lens.base.step_cache import CALL, FOLDER, StepCache
 from swd_lens.solver import svd_prune
 from swd_lens.study import Run, run_study
-from swd_lens.study.asked import task_fingerprint
+from swd_lens.study.resume import task_fingerprint
 from swd_lens.study.run_file import STAGED
 from tests.analysis.audit_models import lettered
 from tests.circuits.slow import able_split
@@ -229,14 +229,14 @@ def test_a_goal_is_kept_by_every_solved_method_and_goes_on(model, whole, tmp_pat
 
 @pytest.mark.parametrize("failure", [BudgetError("too few edges"), swd.GoalError("nothing keeps it")])
 def test_a_usual_control_that_cannot_keep_a_goal_is_left_out(model, monkeypatch, failure):
-    factorize = swd_lens.study.main_road.factorize
+    factorize = swd_lens.study.run_study.factorize
 
     def without_pruned(*given, **how):
         if how.get("preset") == "pruned":
             raise failure
         return factorize(*given, **how)
 
-    monkeypatch.setattr("swd_lens.study.main_road.factorize", without_pruned)
+    monkeypatch.setattr("swd_lens.study.run_study.factorize", without_pruned)
     how = {"surfaces": {"one": SITE}, "sparsities": (), "kl": 0.5, "preset": "quick"}
     run = study(model, **how, controls=None)
     assert [r.method for r in run.replacements if r.pruned] == []
@@ -332,7 +332,7 @@ def test_factors_of_a_version_with_fewer_settings(model, whole, tmp_path):
 
 
 def test_parts_of_other_keys_are_refused(tmp_path):
-    parts = Parts(tmp_path, {"host": "a"})
+    parts = StepCache(tmp_path, {"host": "a"})
     parts.values(("one",), lambda: {"value": float("nan")}, dict)
     assert parts.values(("one",), dict, dict) == {"value": None}
     (first,) = (path for path in (tmp_path / FOLDER).iterdir() if path.name != CALL)
@@ -344,7 +344,7 @@ def test_parts_of_other_keys_are_refused(tmp_path):
     # Without the settings nobody knows whose parts they are; what the user keeps there is left alone.
     (tmp_path / FOLDER / CALL).unlink()
     (tmp_path / FOLDER / "notes.json").write_text("mine")
-    assert ("one",) not in Parts(tmp_path, {"host": "a"})
+    assert ("one",) not in StepCache(tmp_path, {"host": "a"})
     assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == [CALL, "notes.json"]
 
 

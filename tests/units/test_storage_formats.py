@@ -19,7 +19,7 @@ from swd_lens.base.files import sha256
 from swd_lens.base.sealed import seal
 from swd_lens.units.factors import Factors, FactorSet, write_factors
 from swd_lens.units.index import FORMAT_VERSION, entries_in, open_folder
-from swd_lens.units.passport import Offsets, Origin, Probe, fingerprint, from_tensors, sketch
+from swd_lens.units.integrity import Offsets, Origin, Probe, fingerprint, from_tensors, sketch
 from swd_lens.units.storage import StoredPair
 
 GOLDEN = Path(__file__).parents[1] / "golden_files"
@@ -360,7 +360,7 @@ def test_sketch_is_linear_and_fixed(monkeypatch):
     assert right.tolist() == pytest.approx([0.0, 2 * R2]) and left.tolist() == pytest.approx([0.0, 0.0, 2 * L1])
     assert right.dtype == left.dtype == torch.float32
     whole = sketch(weight)
-    monkeypatch.setattr("swd_lens.units.passport._TILE", 10)  # two rows at a time
+    monkeypatch.setattr("swd_lens.units.integrity._TILE", 10)  # two rows at a time
     tiled = sketch(weight)
     torch.testing.assert_close(tiled[0], whole[0])
     torch.testing.assert_close(tiled[1], whole[1])
@@ -383,7 +383,7 @@ def test_probe_by_hand(monkeypatch):
     assert probe.error(read, changed) == pytest.approx(1.5 / 5)
     whole = Probe.of(h, read, write, k=9)
     assert whole.units.tolist() == [2, 1, 3, 0] and whole.outputs.tolist() == [0, 1]
-    monkeypatch.setattr("swd_lens.units.passport._TILE", 2)  # one row at a time
+    monkeypatch.setattr("swd_lens.units.integrity._TILE", 2)  # one row at a time
     tiled = Probe.of(h, read, write, k=9)
     assert tiled.z.tolist() == [-3.0, 2.0, 1.5, 1.0] and tiled.y.tolist() == [-5.0, 5.0]
     # Zeros that are expected and computed, and zeros that are not; equal |z| in the order of the units.

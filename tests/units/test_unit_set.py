@@ -10,7 +10,7 @@ from swd_lens.hosts import find_sites, host_of
 from swd_lens.units import UnitSet, attach, match, unit_set, weight_fingerprint
 from swd_lens.units.coder import CoderUnits
 from swd_lens.units.factors import Factors
-from swd_lens.units.passport import fingerprint
+from swd_lens.units.integrity import fingerprint
 from tests.micro import toy_model
 
 SITE = "blocks.1.mlp_out"

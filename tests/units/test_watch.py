@@ -14,7 +14,7 @@ from swd_lens.base.errors import AttachError
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.units import UnitSet, attach
 from swd_lens.units.factors import MEASURED, Factors, FactorSet
-from swd_lens.units.passport import Offsets
+from swd_lens.units.integrity import Offsets
 from tests.contract import identity
 from tests.edited import FACTOR_SEEN_BY_VALUE, FACTOR_SEEN_BY_VERSION, SEEN_BY_VALUE, SEEN_BY_VERSION
 from tests.micro import random_split, random_tokens, toy_model

@@ -28,7 +28,7 @@ from swd_lens.analysis.audit.vectors import Readout
 from swd_lens.base import __version__
 from swd_lens.base.errors import legible
 from swd_lens.base.progress import tqdm
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.beginnings import text_for, warn_without_bos
@@ -48,7 +48,7 @@ Observer = Callable[[int, Int[Tensor, "rows pos"], Float[Tensor, "rows pos unit"
 _TOKENS_AT_ONCE = 8192  # z of 768 units on as many tokens is 25 MB
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def audit(
     model: Any,
     factors: Any,

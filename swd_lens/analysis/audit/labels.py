@@ -25,7 +25,7 @@ from swd_lens.base.errors import encodable, legible, quoted, seen
 from swd_lens.base.files import plain, write_text
 from swd_lens.base.record import checked
 from swd_lens.base.sealed import SEAL, damaged, marked, readable, seal, warn_of_missing_seal
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts.sites import parse_unit
 from swd_lens.units.keys import read_unit
 
@@ -48,7 +48,7 @@ class UnitLabel:
 _Base = Mapping[str, UnitLabel] if TYPE_CHECKING else Mapping
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True, repr=False, eq=False)
 class UnitLabels(_Base):
     """Unit name -> UnitLabel.

@@ -31,7 +31,7 @@ from swd_lens.analysis.audit.vectors import (
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import brief, legible, quoted, seen, visible_token
 from swd_lens.base.files import atomic
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import writing_file
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts.sites import WRITES_RESIDUAL, Ends, split_name
@@ -43,7 +43,7 @@ _PROMOTED = 3  # tokens that stand for a unit without a label
 _AT_ONCE = 256  # profiles whose logit effects are computed together
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True, repr=False, eq=False)
 class Audit:
     """What `swd_lens.audit` found; see there.

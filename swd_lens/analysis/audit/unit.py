@@ -16,7 +16,7 @@ from swd_lens.analysis.audit.statistics import Histogram
 from swd_lens.analysis.audit.vectors import Edges, LogitEffect
 from swd_lens.base.errors import seen
 from swd_lens.base.figures import INK, NEGATIVE, POSITIVE, literal, new_figure
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts.sites import parse_unit
 
 MARK = ("<<", ">>")  # around the peak, where a context is plain text
@@ -36,7 +36,7 @@ class TaskRank:
     of: int | None = None
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True, repr=False, kw_only=True)
 class UnitCard:
     """A unit in brief.
@@ -85,7 +85,7 @@ class UnitCard:
         return f"<style>{unit_style()}</style>{unit_html(self)}"
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True, repr=False, eq=False, kw_only=True)
 class UnitProfile(UnitCard):
     """One unit, looked at from all sides.

@@ -42,7 +42,7 @@ from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import EditError, quoted, visible_token
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.progress import tqdm
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, Start, host_of, require_gradients
 from swd_lens.hosts.recording import standing_hooks
@@ -62,7 +62,7 @@ _COSTS = {
 }
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True, repr=False)
 class EditComparison:
     """Every edit of every method, with what it did.
@@ -153,7 +153,7 @@ class EditComparison:
         return card(f"Edits of {self.target.site}", what, self.plot(), self.table(), folded_settings(self.settings))
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def compare_edits(
     model: Any,
     factors: Any,

@@ -30,7 +30,7 @@ from swd_lens.base.errors import EditError, legible, quoted, visible
 from swd_lens.base.interrupts import hold_back_interrupts, joint, unparted
 from swd_lens.base.record import checked
 from swd_lens.base.sealed import read_tensors, readable, write_tensors
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.sites import Site
@@ -54,7 +54,7 @@ _HEADER: Mapping[str, Any] = {
 _SETTINGS: Mapping[str, Any] = {"base": str, "weight_norm": float}
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True, eq=False)
 class Delta:
     """A matrix of low rank: read @ write.
@@ -131,7 +131,7 @@ class _AttachedFactors:
             self.attachment.detach()
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True, eq=False, repr=False)
 class Edit:
     """A change of one site's matrix that moves a prompt's margin; made by `edit_unit` and by its controls.

@@ -30,7 +30,7 @@ from swd_lens.base.divergence import CHUNK_BYTES, kl_per_prediction
 from swd_lens.base.errors import EditError, TokenError, quoted, visible
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.progress import tqdm
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout, sites_of
 from swd_lens.hosts.predictions import TOKENS, Predictions
@@ -41,7 +41,7 @@ from swd_lens.tasks.text import same_length
 from swd_lens.units import attach
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True, repr=False)
 class SideEffects:
     """What one edit does to its own prompt, to other prompts and to text.
@@ -129,7 +129,7 @@ class SideEffects:
         return card(title, self.table(), figure, folded_settings(self.settings))
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def side_effects(
     model: Any,
     edit: Edit,

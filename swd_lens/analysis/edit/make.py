@@ -23,7 +23,7 @@ from swd_lens.analysis.edit.edited import Delta, Edit
 from swd_lens.analysis.edit.target import Target, find_target, require_editable, require_number
 from swd_lens.base import __version__
 from swd_lens.base.errors import EditError, quoted
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import HookName, Site, hook_name
@@ -41,7 +41,7 @@ _SILENT = 1e-6
 HOWS = ("scale", "clamp", "add")
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def edit_unit(
     model: Any,
     factors: Any,
@@ -263,7 +263,7 @@ def _require_index(site: str, index: int, n_units: int) -> None:
 # ---------------------------------------------------------------------------------------------- units at run time
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def unit_hooks(
     changes: Mapping[Any, tuple[str, float | int]],
     factors: Any = None,

@@ -26,7 +26,7 @@ from swd_lens.base import __version__
 from swd_lens.base.errors import EditError, visible_token
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.record import Record
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.recording import standing_hooks
@@ -110,7 +110,7 @@ class EditSelection(Record):
         return self.table(10), self.plot()
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def select_edit_unit(
     model: Any,
     factors: Any,

@@ -30,7 +30,7 @@ from swd_lens.analysis.graph.pruning import pruned
 from swd_lens.analysis.graph.result import UnitGraph
 from swd_lens.base.errors import legible, quoted
 from swd_lens.base.progress import tqdm
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import require_gradients, require_no_dropout
 from swd_lens.tasks.aligned import Aligned, aligned_prompts
 from swd_lens.tasks.split import TaskSplit
@@ -43,7 +43,7 @@ TOPS = {
 }
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def task_graph(
     model: Any,
     factors: Any,

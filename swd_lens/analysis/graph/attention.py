@@ -24,7 +24,7 @@ from swd_lens.analysis.qk.parts import ScoreParts, parts_of
 from swd_lens.analysis.qk.scores import provenance, run_layers, sides_of
 from swd_lens.base.errors import quoted
 from swd_lens.base.record import Record, checked
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import require_no_dropout
 from swd_lens.hosts.sites import Site
 from swd_lens.units import UnitSet
@@ -97,7 +97,7 @@ class AttentionPaths(Record):
         return f"AttentionPaths({edges} edges by head, {places} scores by pairs of units)"
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def attention_paths(model: Any, factors: Any, graph: UnitGraph, *, pairs: int = 8) -> AttentionPaths:
     """Split the attention edges of a graph by head, and the scores behind them by pairs of query and key units.
 

@@ -19,7 +19,7 @@ from swd_lens.analysis.graph.pruning import pruned
 from swd_lens.analysis.graph.result import NODES, UnitGraph, table
 from swd_lens.base import __version__
 from swd_lens.base.errors import legible, quoted, visible_token
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits import Circuit, UnitScores
 from swd_lens.hosts import require_gradients, require_no_dropout
 from swd_lens.hosts.families import facts_of
@@ -31,7 +31,7 @@ from swd_lens.tasks.tokenize import TaskTokenizer
 from swd_lens.units import UnitSet, attach
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def unit_graph(
     model: Any,
     factors: Any,

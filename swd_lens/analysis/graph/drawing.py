@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from swd_lens.base.errors import visible, visible_token
 from swd_lens.base.figures import GRID, INK_ON_FILL, NEGATIVE, POSITIVE, STANDALONE
 from swd_lens.base.files import write_text
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts.sites import KINDS, execution_key
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _TOKENS, _ANSWERS = (-1, (0, -1, "")), (10**6, (0, -1, ""))
 _Cell = tuple[_Row, int]  # (row, column)
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True)
 class GraphDrawing:
     """An SVG picture and the same in words; shows itself in a notebook."""
@@ -98,7 +98,7 @@ class _Grid:
         return _TOP + (len(self.rows) - 1) * _ROW + _HEIGHT
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def draw(graph: "UnitGraph", labels: Mapping[str, str] | None = None) -> GraphDrawing:
     """Draw a graph; up to about 60 nodes and 200 edges it can be read, larger ones scroll.
 

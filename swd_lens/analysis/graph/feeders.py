@@ -15,7 +15,7 @@ from swd_lens.analysis.graph.edges import TOKEN, Layout, NodeGroup, into, layout
 from swd_lens.analysis.graph.frozen import read_norms
 from swd_lens.analysis.graph.result import table
 from swd_lens.base.errors import legible
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import require_gradients, require_no_dropout
 from swd_lens.units import UnitSet
 from swd_lens.units.keys import read_unit
@@ -28,7 +28,7 @@ COLUMNS = {
 }
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def feeders(
     model: Any, factors: Any, unit: Any, *, prompt: Any = None, tokens: Any = None, n: int | None = 20
 ) -> pd.DataFrame:

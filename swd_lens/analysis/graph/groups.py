@@ -19,7 +19,7 @@ from swd_lens.analysis.audit import Audit
 from swd_lens.analysis.audit.vectors import write_vectors
 from swd_lens.analysis.graph.features import require_same_factors
 from swd_lens.base.errors import legible, quoted, visible_token
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts.sites import WRITES_RESIDUAL, split_name
 from swd_lens.units.unit_set import identities
 
@@ -30,7 +30,7 @@ _Unit = tuple[str, int]
 BY = ("labels", "writes")
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def groups(
     graph: "UnitGraph", by: str = "labels", *, factors: Any = None, audit: Audit | None = None, alike: float = 0.5
 ) -> dict[str, list[str]]:

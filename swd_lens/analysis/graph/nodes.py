@@ -31,7 +31,7 @@ _STRONGEST = 30  # edges that stand for a graph that is of no circuit
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlacement:
     """Where a node stands in a viewer: its identifier, the row as text ("E": embeddings), the column, the feature number."""
 
     node_id: str
@@ -41,14 +41,14 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Places(Mapping[str, Place]):
-    """Node -> Place, and what the columns are called."""
+class Places(Mapping[str, NodePlacement]):
+    """Node -> NodePlacement, and what the columns are called."""
 
-    of_node: Mapping[str, Place]
+    of_node: Mapping[str, NodePlacement]
     tokens: list[str]
     rows_up: int
 
-    def __getitem__(self, node: str) -> Place:
+    def __getitem__(self, node: str) -> NodePlacement:
         return self.of_node[node]
 
     def __iter__(self):
@@ -71,7 +71,7 @@ def placed(graph: "UnitGraph", rows_up: int = 0) -> Places:
     """
     numbers, n_layers = FeatureNumbers.of(graph), int(graph.settings["n_layers"])
     tokens, shift = _columns(graph)
-    places: dict[str, Place] = {}
+    places: dict[str, NodePlacement] = {}
     for row in _rows(graph.nodes):
         column = _static_column(row) if row["position"] is None else int(row["position"]) + shift
         if row["kind"] == "token":
@@ -81,7 +81,7 @@ def placed(graph: "UnitGraph", rows_up: int = 0) -> Places:
         else:
             layer, index = str(int(row["layer"]) + rows_up), numbers.index(row["site"], int(row["unit"]))
             feature = numbers.number(row["site"], int(row["unit"]))
-        places[row["node"]] = Place(f"{layer}_{index}_{column}", layer, column, int(feature))
+        places[row["node"]] = NodePlacement(f"{layer}_{index}_{column}", layer, column, int(feature))
     return Places(places, tokens, rows_up)
 
 
@@ -145,7 +145,7 @@ def shown_text(text: str, html: bool) -> str:
     return text.replace("<", "‹").replace(">", "›") if html else text
 
 
-def _node(row: Mapping[str, Any], place: Place, answers: list[int], audit: "Audit | None") -> dict[str, Any]:
+def _node(row: Mapping[str, Any], place: NodePlacement, answers: list[int], audit: "Audit | None") -> dict[str, Any]:
     own = place.node_id.split("_")[1]
     node = {
         "node_id": place.node_id,
@@ -184,7 +184,7 @@ def _tokens_between(graph: "UnitGraph", places: Places) -> list[dict[str, Any]]:
         if position not in drawn:
             token, column = ids[position], position + shift
             row = {"kind": "token", "label": places.tokens[column], "activation": 1.0}
-            nodes.append(_node(row, Place(f"E_{token}_{column}", "E", column, column), [], None))
+            nodes.append(_node(row, NodePlacement(f"E_{token}_{column}", "E", column, column), [], None))
     return nodes
 
 

@@ -14,7 +14,7 @@ from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
 from swd_lens.base.errors import quoted
 from swd_lens.base.figures import INK, INK_ON_FILL, literal, new_figure
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits import UnitScores
 from swd_lens.hosts.sites import WRITES_RESIDUAL, split_name
 from swd_lens.units import UnitSet
@@ -29,7 +29,7 @@ _LONGEST = 24
 _CENTRED = {"ha": "center", "va": "center"}
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def plot_unit_paths(
     model: Any,
     factors: Any,

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from swd_lens.analysis.graph.build import frozen_run, units_of_run
 from swd_lens.analysis.graph.frozen import FrozenRun, before_cap
-from swd_lens.analysis.graph.responses import Place, held_layers, responses
+from swd_lens.analysis.graph.responses import ResponseSlot, held_layers, responses
 from swd_lens.analysis.graph.result import UnitGraph, records
 from swd_lens.base.errors import quoted
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import SavedRecord
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import Start, require_gradients, require_no_dropout
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.recording import record
@@ -97,7 +97,7 @@ class Replays(SavedRecord):
         return f"Replays({len(self.nodes)} units at {strengths} times z, {len(self.targets)} nodes watched)"
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def replays(
     model: Any,
     factors: Any,
@@ -163,8 +163,8 @@ def replays(
     )
 
 
-def _place(row: Mapping[str, Any]) -> Place:
-    return Place(str(row["site"]), int(row["unit"]), int(row["position"]))
+def _place(row: Mapping[str, Any]) -> ResponseSlot:
+    return ResponseSlot(str(row["site"]), int(row["unit"]), int(row["position"]))
 
 
 def _clamped(graph: UnitGraph, units: Any, attached: UnitSet) -> list[str]:
@@ -189,7 +189,7 @@ def _clamped(graph: UnitGraph, units: Any, attached: UnitSet) -> list[str]:
     return list(dict.fromkeys(clamped))
 
 
-def _require_the_graphs_run(run: FrozenRun, watched: Mapping[str, Place], rows: Mapping[str, Any]) -> None:
+def _require_the_graphs_run(run: FrozenRun, watched: Mapping[str, ResponseSlot], rows: Mapping[str, Any]) -> None:
     """Raises ValueError where z of this run are not those of the graph."""
     pairs = [(float(run.z[p.site][p.position, p.unit]), float(rows[name]["activation"])) for name, p in watched.items()]
     largest = max((abs(z) for _, z in pairs), default=1.0)
@@ -207,8 +207,8 @@ def _require_the_graphs_run(run: FrozenRun, watched: Mapping[str, Place], rows: 
 def _true_changes(
     units: UnitSet,
     ids: Sequence[int],
-    values: Sequence[tuple[Place, float]],
-    watched: Sequence[Place],
+    values: Sequence[tuple[ResponseSlot, float]],
+    watched: Sequence[ResponseSlot],
     answers: Sequence[int],
     progress: bool,
 ) -> Float[Tensor, "row target"]:
@@ -239,15 +239,15 @@ def _batches(units: UnitSet, n_tokens: int, rows: Sequence[int]) -> Iterator[lis
 def _run(
     units: UnitSet,
     ids: Sequence[int],
-    values: Sequence[tuple[Place, float]],
+    values: Sequence[tuple[ResponseSlot, float]],
     layer: int,
-    watched: Sequence[Place],
+    watched: Sequence[ResponseSlot],
     answers: Sequence[int],
 ) -> Float[Tensor, "row target"]:
     """One batch, from a block on: an untouched row, then one for each value."""
     tokens = torch.tensor([list(ids)] * (1 + len(values)))
     start = Start(layer, units.host.residual(tokens[:1], layer).expand(len(tokens), -1, -1)) if layer else None
-    by_site: dict[str, list[tuple[int, Place, float]]] = {}
+    by_site: dict[str, list[tuple[int, ResponseSlot, float]]] = {}
     for row, (place, value) in enumerate(values, 1):
         by_site.setdefault(place.site, []).append((row, place, value))
     hooks = [(hook_name(site), _setter(of_site)) for site, of_site in by_site.items()]
@@ -266,7 +266,7 @@ def _run(
     return whole[1:] - whole[:1]
 
 
-def _setter(values: Sequence[tuple[int, Place, float]]) -> Any:
+def _setter(values: Sequence[tuple[int, ResponseSlot, float]]) -> Any:
     """A hook that sets units, each in a row of its own."""
     rows = [row for row, _, _ in values]
     positions, units = [place.position for _, place, _ in values], [place.unit for _, place, _ in values]

@@ -31,7 +31,7 @@ _MOST_BYTES = 2**28  # of one batch of changes; more is no faster
 _SHARE = 0.25  # of the free memory
 
 
-class Place(NamedTuple):
+class ResponseSlot(NamedTuple):
     """A unit at a position of the prompt."""
 
     site: str
@@ -42,8 +42,8 @@ class Place(NamedTuple):
 def responses(
     units: UnitSet,
     run: FrozenRun,
-    sources: Sequence[Place],
-    targets: Sequence[Place],
+    sources: Sequence[ResponseSlot],
+    targets: Sequence[ResponseSlot],
     answers: Sequence[int] = (),
     *,
     progress: bool = False,
@@ -76,7 +76,7 @@ def responses(
     return response
 
 
-def units_order(units: UnitSet, place: Place) -> tuple[int, int, int]:
+def units_order(units: UnitSet, place: ResponseSlot) -> tuple[int, int, int]:
     """Sorts places in the order of execution."""
     return [site.name for site in units.sites].index(place.site), place.position, place.unit
 
@@ -89,7 +89,9 @@ class _Change:
         of_targets: (source, target) of the targets' z.
     """
 
-    def __init__(self, units: UnitSet, run: FrozenRun, sources: Sequence[Place], targets: Sequence[Place]):
+    def __init__(
+        self, units: UnitSet, run: FrozenRun, sources: Sequence[ResponseSlot], targets: Sequence[ResponseSlot]
+    ):
         self.units, self.run = units, run
         self.by_name = {site.name: site for site in units.host.sites()}
         self.sources = _by_site(sources)
@@ -168,9 +170,9 @@ class _Change:
         return z
 
 
-def _by_site(places: Sequence[Place]) -> Mapping[str, tuple[list[int], list[Place]]]:
+def _by_site(places: Sequence[ResponseSlot]) -> Mapping[str, tuple[list[int], list[ResponseSlot]]]:
     """Site -> the numbers of its places, and these."""
-    by_site: dict[str, tuple[list[int], list[Place]]] = {}
+    by_site: dict[str, tuple[list[int], list[ResponseSlot]]] = {}
     for i, place in enumerate(places):
         numbers, of_site = by_site.setdefault(place.site, ([], []))
         numbers.append(i)

@@ -27,7 +27,7 @@ from swd_lens.analysis.interactions.site import (
 )
 from swd_lens.base.errors import UnsupportedHostError, quoted
 from swd_lens.base.progress import tqdm
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.recording import Recording
 from swd_lens.hosts.sites import Pattern, Site
@@ -35,7 +35,7 @@ from swd_lens.units.factors import Factors
 from swd_lens.units.match import weight_fingerprint
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def unit_interactions(
     model: Any,
     factors: Any,

@@ -30,7 +30,7 @@ from torch import Tensor
 from swd_lens.analysis.interactions.site import SMALL, PairResult, attached, bars, site_named, strongest, text_of
 from swd_lens.base.errors import quoted
 from swd_lens.base.figures import INK, PALETTE, heatmap, new_figure, style
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Pattern
 
@@ -174,7 +174,7 @@ class UnitOverlap(PairResult):
         return self.table(), self.plot(), self.plot_tail()
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def unit_overlap(
     model: Any,
     factors: Any,

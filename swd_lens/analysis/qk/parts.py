@@ -20,7 +20,7 @@ from swd_lens.analysis.qk.scores import LayerScores, attended_row, layer_units, 
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import QKError
 from swd_lens.base.figures import new_figure
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.tasks.prompt import Prompt, token_strings
 from swd_lens.units import UnitSet
 from swd_lens.units.keys import read_unit
@@ -34,7 +34,7 @@ PARTS = {
 }
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True, repr=False)
 class ScoreParts:
     """One head's scores on one prompt; every map is (dest, src), 0 where attention does not look.
@@ -156,7 +156,7 @@ class ScoreParts:
         return card(repr(self), self.plot(), self.table(), folded_settings(self.settings))
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def score_parts(model: Any, factors: Any, layer: int, head: int, prompt: Any) -> ScoreParts:
     """Take one head's scores on a prompt apart, with the units attached.
 

@@ -31,7 +31,7 @@ from swd_lens.base.errors import QKError, quoted, visible_token
 from swd_lens.base.figures import INK, heatmap, literal, new_figure
 from swd_lens.base.panels import Panel, attention_heads
 from swd_lens.base.record import Record, column
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.tasks.prompt import Prompt, token_strings
 from swd_lens.units import UnitSet
 
@@ -170,7 +170,7 @@ class QKReplay(Removal):
         return self.plot(), self.plot_contribution(), self.table(), f"{words} panel() shows the maps to hover over."
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def qk_replay(model: Any, factors: Any, pair: QKPair, prompt: Any, *, remove: str = "q") -> QKReplay:
     """Run a prompt, map a pair's contributions, take a unit out of its slice, and compare the head's patterns.
 

@@ -25,7 +25,7 @@ from swd_lens.base.errors import QKError
 from swd_lens.base.figures import new_figure, style
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record, column
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.tasks.prompt import Prompt, token_strings
 from swd_lens.tasks.text import same_length
 from swd_lens.units import UnitSet
@@ -144,7 +144,7 @@ class QKScan(Record):
         return self.plot(), self.table(10).drop(columns="text"), Folded(f"{len(prompts)} prompts", prompts)
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def qk_scan(
     model: Any,
     factors: Any,

@@ -36,7 +36,7 @@ from swd_lens.base.display import card
 from swd_lens.base.errors import QKError
 from swd_lens.base.figures import heatmap, new_figure, style
 from swd_lens.base.record import Record, column
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.hosts.attention import Rotation, rotations
 from swd_lens.hosts.sites import split_name
@@ -161,7 +161,7 @@ class QKScreen(Record):
         return self.plot(), self.table().head(10), f"Positions enter {self.settings['positions']}."
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def qk_screen(
     model: Any, factors: Any, *, top: int = 16, distance: int = 0, tokens: Any = None, batch_size: int = 16
 ) -> QKScreen:
@@ -260,7 +260,7 @@ def draw_heads(ax: Any, values: Any, label: str, title: str) -> None:
     ax.set_title(title, fontsize=9)
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def plot_attention_fidelity(fidelity: Fidelity) -> Figure:
     """Relative squared error of the attention matrices by layer (paper, Fig. attention-reconstruction-static-screen, top).
 

@@ -57,7 +57,7 @@ class Layout:
 class _Slice(Mapping[str, Tensor | None]):
     """Where an expert's matrix is kept, as a module's `_parameters` says it: "weight" -> a detached (d_in, d_out) view.
 
-    The same tensor as long as the stack is the same parameter, which is how changes are noticed (base/marks.py).
+    The same tensor as long as the stack is the same parameter, which is how changes are noticed (base/snapshots.py).
     """
 
     def __init__(self, matrix: "ExpertMatrix"):

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from swd_lens.base.errors import errors_seen, legible, quoted
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts.embedded.corpus import MIX, N_CTX, Packer, load_tokenizer
 from swd_lens.tasks.generators.words import SPLITS
 
@@ -112,7 +112,7 @@ WEIGHTS = Path(__file__).parent / "weights"
 KINDS = ("auto", "hooked", "bridge")
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @errors_seen
 def load_default_model(
     device: "str | torch.device | None" = None, dtype: torch.dtype = torch.float32, kind: str = "auto"
@@ -226,7 +226,7 @@ def network_of_embedded(dtype: torch.dtype) -> Any:
     return _gpt2(shape, state, load_tokenizer(WEIGHTS), "cpu", dtype).eval()
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def text_tokens(n_tokens: int, split: str = "validation", seed: int = 0) -> Int[Tensor, "row 128"]:
     """Natural text of the embedded model as rows of 128 tokens, for calibration ("train") and fidelity ("test").
 

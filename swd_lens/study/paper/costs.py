@@ -16,7 +16,7 @@ import torch
 
 from swd_lens.base.machine import product_speed
 from swd_lens.base.record import PlainRecord
-from swd_lens.circuits.frontier import prefix_grid
+from swd_lens.circuits.evaluate import prefix_grid
 from swd_lens.hosts.sites import split_name
 from swd_lens.solver import cost as solver_cost
 from swd_lens.study.paper.replacements import SOLVERS

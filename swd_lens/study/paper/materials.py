@@ -1,8 +1,8 @@
 """Materials: what the items of one folder share, each made once: host, text, tasks, replacements, and what is measured of them.
 
 1. sources.py: text and tasks; replacements.py: factors, exact controls, trained baselines.
-2. Scores, curves, fidelities and random circuits are parts of the folder (base/parts.py): what one item has measured of a method
-   on a surface no other measures again.
+2. Scores, curves, fidelities and random circuits are parts of the folder (base/step_cache.py): what one item has measured of a
+   method on a surface no other measures again.
 3. In memory: what the dense host gives on the tasks' prompts.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from swd_lens.circuits import Comparison, CostCurve, attribute
 from swd_lens.circuits.compare import comparison_over_hosts, several
+from swd_lens.circuits.dense_cache import DenseCache, kept_scores
 from swd_lens.circuits.fidelity import Fidelity, fidelity
-from swd_lens.circuits.kept import DenseRuns, kept_scores
 from swd_lens.circuits.null import CircuitNull, circuit_null, has_others
 from swd_lens.circuits.protocol import Protocol
 from swd_lens.circuits.scores import UnitScores
@@ -26,9 +26,9 @@ class Materials(Replacements):
     """What the items of a folder work on; arguments as for `Sources`."""
 
     @cached_property
-    def dense(self) -> DenseRuns:
+    def dense(self) -> DenseCache:
         """What the dense host gives on prompts."""
-        return DenseRuns()
+        return DenseCache()
 
     def local_fidelity(self, surface: str, method: str, units: Any) -> Fidelity:
         """Fidelity of a replacement on the held-out text with each site's local error, measured now or earlier."""

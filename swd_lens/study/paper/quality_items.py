@@ -109,11 +109,11 @@ def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:
         for without in (True, False)
     }
     methods = materials.as_role("swd", made)
-    frontier = {"Neurons": materials.exact(site)["Neurons"]}
+    cheap = {"Neurons": materials.exact(site)["Neurons"]}
     pruned = materials.pruned(site, settings["sparsities"])
-    frontier |= {name: make for name, make in pruned.items() if name.startswith("Neurons")}
-    frontier |= materials.trained_methods(site, settings["trained"])
-    compared = materials.compare(f"{site}, {label}", {**methods, **frontier})
+    cheap |= {name: make for name, make in pruned.items() if name.startswith("Neurons")}
+    cheap |= materials.trained_methods(site, settings["trained"])
+    compared = materials.compare(f"{site}, {label}", {**methods, **cheap})
     points = [
         _point(materials, compared, site, s, without, methods[_named(s, without)])
         for s in grid

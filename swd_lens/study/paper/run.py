@@ -18,7 +18,7 @@ from swd_lens.base.errors import legible
 from swd_lens.base.files import plain
 from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.record import Record
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import writing
 from swd_lens.hosts.embedded import load_default_model
 from swd_lens.hosts.load import load_host
@@ -88,7 +88,7 @@ def items_named(item: str, profile: str) -> tuple[str, ...]:
     return tuple(name for name in ITEMS if profile in profiles_of(name)) if item == ALL else (item,)
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def plan(item: str = ALL, profile: str = "small", model: Any = None, **settings: Any) -> Plan:
     """Settings and costs of an item or of all of a profile; nothing is loaded or run.
 
@@ -107,7 +107,7 @@ def plan(item: str = ALL, profile: str = "small", model: Any = None, **settings:
 
 
 @says_when_interrupted
-@in_plain_surroundings
+@with_torch_defaults
 def run_items(
     items: str | Sequence[str] = ALL,
     *,

@@ -4,7 +4,7 @@
    all that is fitted on lies validation text.
 2. Tasks: those of the profile; and those whose circuits are sought on a surface, where a profile says which, without those that
    the dense host hardly does.
-3. The folder's finished parts (base/parts.py), which know what they were made of.
+3. The folder's finished parts (base/step_cache.py), which know what they were made of.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,15 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base import __version__
-from swd_lens.base.parts import Parts
 from swd_lens.base.record import checked
+from swd_lens.base.step_cache import StepCache
 from swd_lens.circuits.screen import WELL_DONE, skill
 from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts.embedded import text_tokens
 from swd_lens.hosts.recording import standing_hooks
-from swd_lens.study.asked import task_fingerprint
 from swd_lens.study.paper.settings import ItemSettings
+from swd_lens.study.resume import task_fingerprint
 from swd_lens.tasks import load_task, load_text
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.task import Task
@@ -179,10 +179,10 @@ class Sources:
         return as_stream(self.heldout, self.model).fingerprint()
 
     @cached_property
-    def parts(self) -> Parts:
+    def parts(self) -> StepCache:
         """What the folder has finished."""
         asked = {"swd_lens": __version__, "profile": self.settings.profile, **standing_hooks(self.model)}
         asked |= {"the host": self._host, "held-out tokens": self._heldout}
         asked |= {"text": str(self.source), "tasks": {task.name: task_fingerprint(task) for task in self.tasks}}
         shared = ("calibration_tokens", "outer_iterations", "context")
-        return Parts(self.folder, asked | {name: self.settings[name] for name in shared})
+        return StepCache(self.folder, asked | {name: self.settings[name] for name in shared})

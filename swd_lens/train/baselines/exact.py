@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from swd_lens.base import __version__
 from swd_lens.base.settings import AUTO
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.calibration_text import grams_of
 from swd_lens.factorization.factorize import factorize, stamp
 from swd_lens.factorization.output_grams import collect_output_grams
@@ -31,7 +31,7 @@ from swd_lens.units.exact import neuron_factors, random_b_factors, svd_factors
 from swd_lens.units.factors import Factors, FactorSet
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def svd(
     model: Any,
     sites: Pattern,
@@ -131,7 +131,7 @@ def _by_head(
     return Factors(read, write, settings, {"solver": f"exact.{method}"}, weight.detach().float())
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def random_b(model: Any, sites: Pattern, seed: int = 0) -> FactorSet:
     """Exact Random-B factors, write = a seeded random orthogonal matrix (paper app. exact-dense-controls).
 
@@ -142,7 +142,7 @@ def random_b(model: Any, sites: Pattern, seed: int = 0) -> FactorSet:
     )
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def neurons(model: Any, sites: Pattern, side: str = AUTO) -> FactorSet:
     """The matrices' own coordinates as units, exact: inputs with all that they write, or outputs with all that they read.
 
@@ -162,7 +162,7 @@ def neurons(model: Any, sites: Pattern, side: str = AUTO) -> FactorSet:
     return _factor_set(model, sites, lambda weight, i: neuron_factors(weight, sides[i]), method="neurons", side=side)
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def pruned(model: Any, sites: Pattern, *, sparsity: float | int, tokens: Any = None, **how: Any) -> FactorSet:
     """The same units with their weights pruned to K = (1 - sparsity) numel(W) edges: by |W_ij| sqrt(G_ii), then refitted.
 
@@ -174,7 +174,7 @@ def pruned(model: Any, sites: Pattern, *, sparsity: float | int, tokens: Any = N
     return factorize(model, sites, sparsity=sparsity, tokens=tokens, preset="pruned", **{"basis": "neurons", **how})
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def svd_pruned(model: Any, sites: Pattern, *, sparsity: float | int, tokens: Any = None, **how: Any) -> FactorSet:
     """The SVD with both factors pruned to K = (1 - sparsity) numel(W) edges together, and refitted on what is left.
 
@@ -201,7 +201,7 @@ def _factor_set(model: Any, sites: Pattern, factorized: Callable[[Tensor, int], 
     return FactorSet(factors, {"swd_lens": __version__, "model": str(model.cfg.model_name), **how})
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def random_b_seeds(model: Any, sites: Pattern, seeds: Iterable[int] = range(10)) -> list[Callable[[], FactorSet]]:
     """One maker of Random-B factors per seed, for `compare`: dense sets are large, so each is made when its turn comes.
 
@@ -253,7 +253,7 @@ class Channels(nn.Module):
         return z @ self.W_dec + self.b_out
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def channels_of(model: Any, sites: Pattern = "mlp_out") -> dict[str, CoderUnits]:
     """The MLP channels of a host as units, by default of every layer; for `attach`, `attribute`, `evaluate`, `compare`.
 

@@ -20,7 +20,7 @@ import torch
 from swd_lens.base import __version__
 from swd_lens.base.errors import TrainError, quoted
 from swd_lens.base.interrupted import says_when_interrupted
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts import Host, find_sites, host_of, require_gradients, require_no_dropout
 from swd_lens.hosts.beginnings import warn_without_bos
@@ -53,7 +53,7 @@ class Options:
 
 
 @says_when_interrupted
-@in_plain_surroundings
+@with_torch_defaults
 def transcoder(
     model: Any,
     site: Pattern,
@@ -109,7 +109,7 @@ def transcoder(
 
 
 @says_when_interrupted
-@in_plain_surroundings
+@with_torch_defaults
 def vpd_recon(
     model: Any,
     site: Pattern,
@@ -146,7 +146,7 @@ def vpd_recon(
 
 
 @says_when_interrupted
-@in_plain_surroundings
+@with_torch_defaults
 def vpd_kl(
     model: Any,
     site: Pattern,

@@ -28,7 +28,7 @@ from swd_lens.base import __version__
 from swd_lens.base.errors import TrainError, quoted
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.settings import Settings, setting
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts.load import load_host
 from swd_lens.train.baselines.sparse_network import (
     config_of,
@@ -135,7 +135,7 @@ SPARSE_PRETRAINS: Mapping[str, SparseSpec] = {
 }
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True)
 class SparsePretrained:
     """A sparsely pretrained model.
@@ -156,7 +156,7 @@ class SparsePretrained:
 
 
 @says_when_interrupted
-@in_plain_surroundings
+@with_torch_defaults
 def sparse_pretrain(
     config: Any,
     tokens: Any,

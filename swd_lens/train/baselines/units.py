@@ -34,7 +34,7 @@ from swd_lens.base.sealed import (
     write_sealed,
     write_tensors,
 )
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import writing
 from swd_lens.train.baselines.activity import Activity, activity_of
 from swd_lens.train.baselines.coders import Coder, Transcoder
@@ -130,7 +130,7 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
         return f"Trajectory(after {', '.join(f'{tokens:,}' for tokens in self)} tokens, {where})"
 
 
-@in_plain_surroundings
+@with_torch_defaults
 class LearnedUnits(Mapping[str, CoderUnits]):
     """One or several sites' units after training; the matrices of a whole MLP are several.
 

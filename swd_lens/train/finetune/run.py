@@ -18,7 +18,7 @@ from swd_lens.base import __version__
 from swd_lens.base.errors import FinetuneError, ResumeError, quoted
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.sealed import damaged, read_json
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.checkpoint import host_fingerprint, upstream_of
 from swd_lens.hosts import require_gradients, require_no_dropout
 from swd_lens.hosts.beginnings import warn_without_bos
@@ -33,14 +33,14 @@ from swd_lens.train.folder import RUN, TrainingFolder, require_possible
 from swd_lens.train.rows import Processes, Rows, rows_of
 from swd_lens.units import probe_tokens
 from swd_lens.units.factors import MEASURED, Factors, FactorSet
-from swd_lens.units.passport import Probe
+from swd_lens.units.integrity import Probe
 
 _FACTORS, _INDEX = "factors", "factors/factors.json"  # the index has the hashes of all files of the set
 DEFAULT_PRESET = "best"
 
 
 @says_when_interrupted
-@in_plain_surroundings
+@with_torch_defaults
 def finetune(
     model: Any,
     factors: Any,

@@ -9,7 +9,7 @@ from swd_lens import baselines
 from swd_lens.base.errors import TrainError, UnsupportedHostError
 from swd_lens.cli.baselines import parsed_settings
 from swd_lens.hosts import find_sites
-from swd_lens.study.main_road import require_surface
+from swd_lens.study.run_study import require_surface
 from swd_lens.train.baselines import LearnedUnits
 from tests.micro import random_split, random_tokens, toy_model
 from tests.train.conftest import everything

@@ -24,7 +24,7 @@ from typing import Any
 from swd_lens.base.errors import visible
 from swd_lens.base.figures import SIGN_STYLE
 from swd_lens.base.files import write_text
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 
 _FOLDER = Path(__file__).parent
 SCRIPTS = (
@@ -44,7 +44,7 @@ SCRIPTS = (
 _HEIGHT = 780  # pixels of a notebook's frame
 
 
-@in_plain_surroundings
+@with_torch_defaults
 @dataclass(frozen=True, repr=False)
 class GraphPage:
     """A graph to look into, see `UnitGraph.show`; a notebook shows it, `save` writes it.

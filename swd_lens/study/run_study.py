@@ -10,7 +10,7 @@ The result is a `Run` (run.py).
 
 Nothing is run twice: Grams that do not depend on factors are collected once for all surfaces and sparsities, the dense host
 runs once over the held-out text for all replacements of a surface. With out= every finished part is kept in the folder
-(asked.py says what decides them), and the same call goes on from there.
+(resume.py says what decides them), and the same call goes on from there.
 """
 
 import hashlib
@@ -33,14 +33,14 @@ from swd_lens.base import __version__
 from swd_lens.base.errors import BudgetError, GoalError, TokenError, encodable, legible
 from swd_lens.base.files import plain
 from swd_lens.base.interrupted import says_when_interrupted
-from swd_lens.base.parts import Parts
 from swd_lens.base.progress import Steps
 from swd_lens.base.record import checked
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.step_cache import StepCache
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import writing
 from swd_lens.circuits import Comparison
 from swd_lens.circuits.compare import comparison_of, several, sources_of
-from swd_lens.circuits.kept import DenseRuns
+from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.protocol import Protocol
 from swd_lens.factorization.calibration_text import CalibrationText, shared_sites
 from swd_lens.factorization.factorize import factorize
@@ -51,7 +51,6 @@ from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Site, split_name
 from swd_lens.solver import resolve
 from swd_lens.solver.budget import edges
-from swd_lens.study.asked import growing_parts, require_own, settings_of_parts, start_again
 from swd_lens.study.controls import (
     EXACT,
     OF_TEXT,
@@ -67,6 +66,7 @@ from swd_lens.study.controls import (
     solved_controls,
     swd_methods,
 )
+from swd_lens.study.resume import growing_parts, require_own, settings_of_parts, start_again
 from swd_lens.study.run import Run
 from swd_lens.study.run_file import Replacement, folders_named
 from swd_lens.study.section import AttentionView
@@ -87,7 +87,7 @@ _MAKERS: dict[str, Callable[..., FactorSet]] = {
 
 
 @says_when_interrupted
-@in_plain_surroundings
+@with_torch_defaults
 def run_study(
     model: Any,
     surfaces: Mapping[str, str | Sequence[str]],
@@ -235,12 +235,12 @@ def run_study(
             named = {"sparsities": ours, "controls": [*(c for c in controls if c != "random_b"), *seeds]}
             named |= {"positions": positions, "ablation": ablation}
             units = {"factors": factors, "beside": beside}
-            parts = Parts(folder, asked, growing_parts(model, sites_of, tasks, units, named))
+            parts = StepCache(folder, asked, growing_parts(model, sites_of, tasks, units, named))
         else:
-            parts = Parts(None)
+            parts = StepCache(None)
         replacements: list[Replacement] = []
         comparisons: dict[str, Comparison] = {}
-        dense = DenseRuns()
+        dense = DenseCache()
         for line in left_out:
             on_step(f"without {line}")
         for surface, names in sites_of.items():

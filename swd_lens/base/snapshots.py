@@ -3,10 +3,10 @@
 1. `checksum` makes one integer of a tensor's bits, at the speed of memory: words times fixed odd numbers, summed modulo 2^64
    by rows of `_WIDTH`, and the rows' sums in the same way, until one is left. A single changed word always changes it;
    values that were exchanged, permuted, scaled or rounded do, but for a chance of 2^-60 or so. It is no hash against malice.
-2. `Mark` remembers tensors and where they are kept. `written` looks at versions, in microseconds: every in-place operation
-   counts there, but for those on `.data` and on inference tensors. `changed` compares checksums, which see those, too.
+2. `TensorSnapshot` remembers tensors and where they are kept. `written` looks at versions, in microseconds: every in-place
+   operation counts there, but for those on `.data` and on inference tensors. `changed` compares checksums, which see those, too.
 3. `count_nonzeros` reads a tensor once as well.
-4. `lasting` makes an ordinary tensor of an inference tensor, which counts no versions and cannot enter a backward pass.
+4. `as_normal_tensor` makes an ordinary tensor of an inference tensor, which counts no versions and cannot enter a backward pass.
 """
 
 from collections.abc import Iterable, Mapping
@@ -65,7 +65,7 @@ def count_nonzeros(tensor: Shaped[Tensor, "..."]) -> int:
     return sum(int(torch.count_nonzero(some != 0)) for some in tensor.detach().reshape(-1).split(_TILE // 16))
 
 
-def lasting(tensor: Tensor) -> Tensor:
+def as_normal_tensor(tensor: Tensor) -> Tensor:
     """The tensor itself, or an ordinary copy of an inference tensor."""
     if not tensor.is_inference():
         return tensor
@@ -73,7 +73,7 @@ def lasting(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
-class Mark:
+class TensorSnapshot:
     """What some tensors hold now, to be compared with what they hold later.
 
     Args:

@@ -1,4 +1,4 @@
-"""Parts: what a long call has finished, kept in its folder, so that the same call goes on from there after any interruption.
+"""StepCache: what a long call has finished, kept in its folder, so that the same call goes on from there after any interruption.
 
 1. parts/call.json holds what decides the results of the call. Another call is refused, and every difference named; some
    settings may grow (a further task, a further sparsity): what is finished stays valid then.
@@ -29,7 +29,7 @@ Key = Sequence[str]
 Value = TypeVar("Value")
 
 
-class Parts:
+class StepCache:
     """The finished parts of one call.
 
     Args:

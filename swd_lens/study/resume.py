@@ -20,7 +20,7 @@ from torch import Tensor
 from swd_lens.base import __version__
 from swd_lens.base.divergence import CHUNK_BYTES
 from swd_lens.base.errors import ResumeError
-from swd_lens.base.parts import CALL, FOLDER
+from swd_lens.base.step_cache import CALL, FOLDER
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.estimate import estimate
 from swd_lens.factorization.goal import Goal

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from swd_lens.base.marks import Mark, checksum, count_nonzeros, lasting
+from swd_lens.base.snapshots import TensorSnapshot, as_normal_tensor, checksum, count_nonzeros
 
 EDITS = {
     "one entry": lambda t: t[3, 5].add_(1e-6),
@@ -60,7 +60,7 @@ def test_exchanged_blocks_of_the_checksum_s_own_width_differ():
 
 def test_a_mark_sees_writes_at_once_and_values_when_asked():
     place = {"weight": torch.nn.Parameter(some()), "bias": None}
-    mark = Mark((place, name) for name in place)
+    mark = TensorSnapshot((place, name) for name in place)
     assert not mark.written() and not mark.changed()
     before = place["weight"].detach().clone()
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_a_mark_sees_writes_at_once_and_values_when_asked():
 def test_a_copied_mark_watches_the_copies(again):
     place = {"weight": some()}
     place["weight"].mul_(2)
-    mark = Mark([(place, "weight")])
+    mark = TensorSnapshot([(place, "weight")])
     place_again, mark_again = again((place, mark))
     assert not mark_again.changed() and not mark_again.written()
     place["weight"].mul_(2)
@@ -102,13 +102,13 @@ def test_a_copied_mark_watches_the_copies(again):
 def test_inference_tensors_are_compared_by_value_and_made_to_last():
     with torch.inference_mode():
         t = some()
-        mark = Mark([({"t": t}, "t")])
+        mark = TensorSnapshot([({"t": t}, "t")])
         t.mul_(2)
     assert not mark.written() and mark.changed()
-    kept = lasting(t)
-    assert not kept.is_inference() and torch.equal(kept, t) and lasting(kept) is kept
+    kept = as_normal_tensor(t)
+    assert not kept.is_inference() and torch.equal(kept, t) and as_normal_tensor(kept) is kept
     with torch.inference_mode():
-        assert not lasting(t).is_inference()
+        assert not as_normal_tensor(t).is_inference()
 
 
 def test_nonzeros_are_counted():

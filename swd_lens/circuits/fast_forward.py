@@ -1,7 +1,7 @@
-"""Shortcuts: how interventions on a bucket of prompts are run without computing again what they share.
+"""FastForward: how interventions on a bucket of prompts are run without computing again what they share.
 
 1. Nothing before the first replaced layer depends on an intervention: what enters that layer is computed once per bucket, and
-   once for all replacements that begin there (kept.py).
+   once for all replacements that begin there (dense_cache.py).
 2. With positions="scoring" only the last position changes, so the keys and values of all others are kept, too. That is
    exact, because attention is causal.
 3. Where the first replaced layer holds mlp_out alone, its z is the same in every run, and its output is added to the
@@ -10,7 +10,7 @@
 5. Many interventions are run at once: the prompts are repeated, one copy per intervention.
 
 Each is exact where a host is built as most are, but not every host is (a norm may follow the MLP, attention may look both
-ways). So `find_shortcuts` runs a few prompts plainly and by each shortcut, and keeps those that agree.
+ways). So `find_fast_forward` runs a few prompts plainly and by each shortcut, and keeps those that agree.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.circuits.ablation import replaced
-from swd_lens.circuits.kept import DenseRuns
+from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.hosts import Host, Start
 from swd_lens.hosts.predictions import attempt, gives, same_logits
 from swd_lens.hosts.recording import recording
@@ -42,7 +42,7 @@ Masks = Mapping[str, Bool[Tensor, "circuit _unit"]]
 
 
 @dataclass(frozen=True)
-class Shortcuts:
+class FastForward:
     """What runs leave out.
 
     Attributes:
@@ -79,19 +79,21 @@ class Shared:
 
 
 class Runner:
-    """Runs interventions on attached units with some shortcuts.
+    """Runs interventions on attached units with some fast_forward.
 
     Args:
         dense: what is known of the dense host.
     """
 
-    def __init__(self, host: Host, units: Mapping[str, Units], shortcuts: Shortcuts, dense: DenseRuns | None = None):
-        self.host, self.units, self.shortcuts = host, units, shortcuts
-        self.dense = DenseRuns(0) if dense is None else dense
+    def __init__(
+        self, host: Host, units: Mapping[str, Units], fast_forward: FastForward, dense: DenseCache | None = None
+    ):
+        self.host, self.units, self.fast_forward = host, units, fast_forward
+        self.dense = DenseCache(0) if dense is None else dense
 
     def share(self, tokens: Int[Tensor, "batch pos"]) -> Shared:
         """Compute once what interventions on these prompts share."""
-        host, layer, known = self.host, self.shortcuts.layer, self.shortcuts.known
+        host, layer, known = self.host, self.fast_forward.layer, self.fast_forward.known
         with torch.no_grad():
             prefix, start = self._begun(tokens)
             if not layer:
@@ -103,9 +105,9 @@ class Runner:
 
     def _begun(self, tokens: Int[Tensor, "batch pos"]) -> tuple[Any, Start | None]:
         """The prefix, and where its last position (without one, every position) takes up; None: at the tokens."""
-        host, begins = self.host, self.shortcuts.begins
-        begun = self.dense.begun(host, tokens, begins) if begins and self.shortcuts.keeps_prefix else None
-        prefix = host.freeze_prefix(tokens, begun) if self.shortcuts.keeps_prefix else None
+        host, begins = self.host, self.fast_forward.begins
+        begun = self.dense.begun(host, tokens, begins) if begins and self.fast_forward.keeps_prefix else None
+        prefix = host.freeze_prefix(tokens, begun) if self.fast_forward.keeps_prefix else None
         if begins and prefix is None:  # prompts of one token, too
             return None, Start(begins, self.dense.residual(host, tokens, begins))
         return prefix, None if begun is None else Start(begins, begun.last)
@@ -120,7 +122,7 @@ class Runner:
             values: site -> what replaced units are set to, broadcast over prompts and positions.
             token_ids: only these tokens' logits; None = all.
         """
-        host, known, start = self.host, self.shortcuts.known, shared.start
+        host, known, start = self.host, self.fast_forward.known, shared.start
         circuits, batch = len(next(iter(masks.values()))), len(shared.tokens)
         if start is not None:
             residual = start.residual.expand(circuits, *start.residual.shape)
@@ -133,9 +135,9 @@ class Runner:
             if (known is None or site != known.name) and mask.any()
         ]
         tokens, prefix = shared.tokens.repeat(circuits, 1), shared.prefix
-        prefix = host.repeat_prefix(prefix, circuits, self.shortcuts.layer) if prefix is not None else None
+        prefix = host.repeat_prefix(prefix, circuits, self.fast_forward.layer) if prefix is not None else None
         with host.model.hooks(fwd_hooks=hooks):
-            logits = host.last_logits(tokens, prefix, start=start, token_ids=token_ids, short=self.shortcuts.short)
+            logits = host.last_logits(tokens, prefix, start=start, token_ids=token_ids, short=self.fast_forward.short)
         return logits.view(circuits, batch, -1)
 
     def _moved(
@@ -143,7 +145,7 @@ class Runner:
     ) -> Float[Tensor, "circuit batch pos d"]:
         """The residual stream after the known site wrote z' in place of z (in float32: z' - z may be small)."""
         before = z.float().expand(len(mask), *z.shape)
-        change = replaced(before, mask[:, None], value.to(z).float(), self.shortcuts.positions) - before
+        change = replaced(before, mask[:, None], value.to(z).float(), self.fast_forward.positions) - before
         units = self.units[known.name]
         if isinstance(units, Factors):
             written = change @ units.write.to(change)
@@ -156,7 +158,7 @@ class Runner:
         def hook_fn(z: Float[Tensor, "rows pos unit"], hook: Any) -> Float[Tensor, "rows pos unit"]:
             by_circuit = z.view(len(mask), -1, *z.shape[1:])
             # In a short last block there is the last position only.
-            return replaced(by_circuit, mask[:, None], value, self.shortcuts.positions).flatten(0, 1)
+            return replaced(by_circuit, mask[:, None], value, self.fast_forward.positions).flatten(0, 1)
 
         return hook_fn
 
@@ -164,15 +166,15 @@ class Runner:
 # ---------------------------------------------------------------------------------------------- which shortcuts
 
 
-def find_shortcuts(
+def find_fast_forward(
     host: Host,
     sites: list[Site],
     units: Mapping[str, Units],
     split: TaskSplit,
     positions: str,
     known: bool = True,
-    dense: DenseRuns | None = None,
-) -> Shortcuts:
+    dense: DenseCache | None = None,
+) -> FastForward:
     """The shortcuts with which a few prompts of the split give what they give plainly, with half of the units set to zero.
 
     Args:
@@ -186,7 +188,7 @@ def find_shortcuts(
         UserWarning: a shortcut that should hold on every host does not, or runs with it fail.
     """
 
-    def find() -> Shortcuts:
+    def find() -> FastForward:
         return _agreeing(host, sites, units, split, positions, known, dense)
 
     of_sites = [units[site.name] for site in sites]
@@ -194,7 +196,7 @@ def find_shortcuts(
     if dense is None or len(factors) < len(of_sites):  # what another coder does is its own
         return find()
     kinds = tuple((site.name, f.offsets is not None) for site, f in zip(sites, factors, strict=True))
-    return dense.of_split(split, ("shortcuts", kinds, positions, known), find)
+    return dense.of_split(split, ("fast_forward", kinds, positions, known), find)
 
 
 def _agreeing(
@@ -204,14 +206,14 @@ def _agreeing(
     split: TaskSplit,
     positions: str,
     known: bool,
-    dense: DenseRuns | None,
-) -> Shortcuts:
+    dense: DenseCache | None,
+) -> FastForward:
     """The shortcuts with which a few prompts give what they give plainly."""
     # A few of the longest prompts: what goes wrong only beyond some length (a sliding window) goes wrong there.
     length = max(len(tokens) for tokens in split.tokens)
     tokens = torch.stack([tokens for tokens in split.tokens if len(tokens) == length][:_CHECKED_PROMPTS])
-    check = _Check(host, units, tokens, Shortcuts(positions), dense)
-    best = Shortcuts(positions)
+    check = _Check(host, units, tokens, FastForward(positions), dense)
+    best = FastForward(positions)
     for step in _steps(host, sites, units, positions, known, dense is not None):
         tried = replace(best, **step)
         if tried.known is best.known:
@@ -249,34 +251,34 @@ class _Check:
     """A few prompts with half of the units at zero, run plainly once, to compare shortened runs with."""
 
     def __init__(
-        self, host: Host, units: Mapping[str, Units], tokens: Tensor, plainly: Shortcuts, dense: DenseRuns | None
+        self, host: Host, units: Mapping[str, Units], tokens: Tensor, plainly: FastForward, dense: DenseCache | None
     ):
         self.host, self.units, self.tokens, self.plainly, self.dense = host, units, tokens, plainly, dense
         self.half = {name: torch.arange(of_site.n_units)[None] % 2 == 0 for name, of_site in units.items()}
         self.plain = self._run(plainly, self.half)
 
-    def agrees(self, shortcuts: Shortcuts, step: Any = None) -> bool:
+    def agrees(self, fast_forward: FastForward, step: Any = None) -> bool:
         """Whether shortened runs give the plain logits; `step` is what a warning calls the shortcut, None: nobody is warned."""
-        return gives(self.plain, lambda: self._run(shortcuts, self.half), shortcut=step)
+        return gives(self.plain, lambda: self._run(fast_forward, self.half), shortcut=step)
 
-    def known_site_agrees(self, shortcuts: Shortcuts) -> bool:
+    def known_site_agrees(self, fast_forward: FastForward) -> bool:
         """Whether the known site's units alone do in shortened runs what they do plainly, judged by the size of what they do.
 
         Beside the logits a wrong effect may look like rounding, where the site does little; then the shortcut is not taken.
         """
-        assert shortcuts.known is not None
+        assert fast_forward.known is not None
         nothing = {name: torch.zeros_like(mask) for name, mask in self.half.items()}
-        alone = {**nothing, shortcuts.known.name: self.half[shortcuts.known.name]}
+        alone = {**nothing, fast_forward.known.name: self.half[fast_forward.known.name]}
         plain, whole = (self._run(self.plainly, masks) for masks in (alone, nothing))
-        shortened = attempt(lambda: self._run(shortcuts, alone))
+        shortened = attempt(lambda: self._run(fast_forward, alone))
         if shortened is None:
             return False
         effect = (plain - whole).abs().max()
         return bool((shortened - plain).abs().max() <= _EFFECT * effect) and same_logits(shortened, plain)
 
-    def _run(self, shortcuts: Shortcuts, masks: Masks) -> Float[Tensor, "circuit batch vocab"]:
+    def _run(self, fast_forward: FastForward, masks: Masks) -> Float[Tensor, "circuit batch vocab"]:
         """Last-position logits with the masked units at zero."""
         values = {name: torch.zeros(1, 1, mask.shape[1], dtype=torch.float32) for name, mask in masks.items()}
-        runner = Runner(self.host, self.units, shortcuts, self.dense)
+        runner = Runner(self.host, self.units, fast_forward, self.dense)
         with torch.no_grad():
             return runner.logits(runner.share(self.tokens), masks, values)

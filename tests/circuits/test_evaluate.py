@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from swd_lens.base.errors import TaskError, UndefinedSufficiencyWarning
-from swd_lens.circuits import Circuit, attribute, evaluate, judge, prefix_grid
+from swd_lens.circuits import Circuit, attribute, evaluate, evaluate_circuits, prefix_grid
 from swd_lens.circuits.ablation import ABLATIONS
-from swd_lens.circuits.frontier import MIB_FRACTIONS, _lengths, random_set
+from swd_lens.circuits.evaluate import MIB_FRACTIONS, _lengths, random_set
 from swd_lens.circuits.measure import Threshold
 from swd_lens.hosts import host_of
 from swd_lens.tasks.task import Task
@@ -152,7 +152,7 @@ def test_keep_all_and_ablate_none_are_the_full_set_and_keep_is_ablating_the_comp
         circuit, rest = (Circuit.of(factors, scores, units) for units in (ranking[3:11], ranking[:3] + ranking[11:]))
         whole, empty = (Circuit.of(factors, scores, units) for units in (ranking, []))
         named = {"circuit": circuit, "rest": rest, "whole": whole, "empty": empty}
-        rows = judge(model, factors, TEST, named, ablation=ablation, kl=True).set_index("circuit")
+        rows = evaluate_circuits(model, factors, TEST, named, ablation=ablation, kl=True).set_index("circuit")
         for one, other in (("circuit", "rest"), ("rest", "circuit"), ("whole", "empty"), ("empty", "whole")):
             # The same run of the same list of interventions, at another place of it.
             for name in ("q", "accuracy", "KL"):
@@ -167,7 +167,7 @@ def test_prefixes_judged_as_circuits_have_the_rows_of_the_curve(model, sets):
     scores = attribute(model, factors, TRAIN)
     curve = evaluate(model, factors, TEST, scores, kl=True, grid=[0, 1, 9, scores.n_units])
     named = {str(n): curve.circuit(n) for n in curve.rows["units"]}
-    rows = judge(model, factors, Task("t", TRAIN, TEST, TEST, "", False), named, kl=True)
+    rows = evaluate_circuits(model, factors, Task("t", TRAIN, TEST, TEST, "", False), named, kl=True)
     assert rows["circuit"].tolist() == list(named)
     numbers = rows.drop(columns="circuit")
     assert list(numbers.columns) == list(curve.rows.columns)
@@ -211,7 +211,7 @@ def test_a_margin_that_is_not_positive_gives_nan_and_a_warning(model, sets):
     assert curve.rows["drop"].notna().all()
     zero = split_of([[1, 2]], [[3]], [[3]], 20)  # right = wrong: a margin of exactly zero
     with pytest.warns(UndefinedSufficiencyWarning):
-        assert judge(model, factors, zero, Circuit.of(factors, scores, []))["sufficiency"].isna().all()
+        assert evaluate_circuits(model, factors, zero, Circuit.of(factors, scores, []))["sufficiency"].isna().all()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UndefinedSufficiencyWarning)
         assert evaluate(model, factors, TEST, scores).rows["sufficiency"].notna().all()
@@ -244,21 +244,21 @@ def test_what_is_refused(model, sets):
     assert different[KNOWN].n_units == other[KNOWN].n_units
     theirs = attribute(model, different, TRAIN)
     evaluate(model, other, TEST, scores)  # made again from the same weights: the same units
-    for call in (evaluate, lambda m, f, t, s: judge(m, f, t, Circuit.of(factors, s, [(KNOWN, 0)]))):
+    for call in (evaluate, lambda m, f, t, s: evaluate_circuits(m, f, t, Circuit.of(factors, s, [(KNOWN, 0)]))):
         with pytest.raises(ValueError, match=r"with other factors of blocks\.1\.mlp_out \(same number of units"):
             call(model, different, TEST, scores)
         with pytest.raises(ValueError, match=r"\(site: units\); attribute these factors first"):
             call(model, sets["blocks.0.mlp_out"], TEST, scores)
     pair = {"a": Circuit.of(factors, scores, []), "b": Circuit.of(different, theirs, [])}
     with pytest.raises(ValueError, match="found with different scores"):
-        judge(model, factors, TEST, pair)
+        evaluate_circuits(model, factors, TEST, pair)
     # Same settings, but other training prompts, so other means.
     moved = attribute(model, factors, random_split(seed=8))
     assert moved.settings == scores.settings
     with pytest.raises(ValueError, match="found with different scores"):
-        judge(model, factors, TEST, {"a": pair["a"], "b": Circuit.of(factors, moved, [])})
+        evaluate_circuits(model, factors, TEST, {"a": pair["a"], "b": Circuit.of(factors, moved, [])})
     with pytest.raises(ValueError, match="nothing to judge"):
-        judge(model, factors, TEST, {})
+        evaluate_circuits(model, factors, TEST, {})
     for bad in ([-1], [scores.n_units + 1]):
         with pytest.raises(ValueError, match=r"prefix lengths must lie in 0 \.\. 16"):
             evaluate(model, factors, TEST, scores, grid=bad)
@@ -314,7 +314,7 @@ def test_the_drop_of_random_sets_is_that_of_judged_circuits(model, sets):
     named = {
         str(i): Circuit.of(factors, scores, [ranking[j] for j in m.nonzero()[:, 0]]) for i, m in enumerate(members)
     }
-    drops = judge(model, factors, split, named)["drop"]
+    drops = evaluate_circuits(model, factors, split, named)["drop"]
     assert curve.validation["random drop"][1] == pytest.approx(np.quantile(drops, 0.95), abs=1e-5)
 
 

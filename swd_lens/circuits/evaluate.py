@@ -2,14 +2,14 @@
 
 1. The grid of k: 0, 1, 2, 3, 4, 6, 8, 12, ... (powers of two and three times powers of two, 640; method.md §0.5) and all units.
 2. For every k keep the k best units (the rest get their reference activation) and ablate them (they get it), all in one
-   list of interventions (bench.py).
+   list of interventions (interventions.py).
 3. Of a task both the validation and the test prompts: prefixes are chosen on the first and measured on the second. On the
    validation prompts random sets of as many edges are ablated beside the prefixes, from the shortest on, until one prefix's
    drop is above the 95th percentile of theirs: the smallest admissible prefix.
 4. What the surface carries, what each prefix recovers, its sufficiency and drop, with intervals (measure.py); cost in units
    (|S|, invalid ones included), active edges (valid units' read and write nonzeros) and bits (bits.py).
 
-`judge` does the same for circuits of any other making.
+`evaluate_circuits` does the same for circuits of any other making.
 """
 
 import operator
@@ -22,16 +22,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.base.errors import quoted
-from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.ablation import replaced_masks
-from swd_lens.circuits.bench import Bench, Outcome
 from swd_lens.circuits.bits import selection_bits, unit_bits_of
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.curve import MIB_FRACTIONS, CostCurve
-from swd_lens.circuits.kept import DenseRuns
+from swd_lens.circuits.dense_cache import DenseCache
+from swd_lens.circuits.fast_forward import Masks
+from swd_lens.circuits.interventions import InterventionRunner, Outcome
 from swd_lens.circuits.measure import Carried, Margins, measured
 from swd_lens.circuits.scores import UnitScores
-from swd_lens.circuits.shortcuts import Masks
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.tasks.task import Task, TaskSplit
@@ -49,7 +49,7 @@ def prefix_grid(n_units: int) -> list[int]:
     return sorted({0, n_units} | {k for k in powers.union(_PAPER_LENGTHS) if k < n_units})
 
 
-@in_plain_surroundings
+@with_torch_defaults
 def evaluate(
     model: Any,
     factors: Any,
@@ -63,7 +63,7 @@ def evaluate(
     seed: int = 0,
     batch_size: int = 256,
     tokens_per_forward: int = 16_384,
-    dense: DenseRuns | None = None,
+    dense: DenseCache | None = None,
     progress: bool = False,
 ) -> CostCurve:
     """Measure nested prefixes of the scores' ranking (paper §2.2, §protocol).
@@ -100,7 +100,9 @@ def evaluate(
     with attach(model, factors) as attachment:
         attachment.factors.require_made_for(scores.settings, "this ranking")
         edges, provenance = attachment.factors.active_edges, attachment.factors.provenance
-        bench = Bench(host_of(model), attachment, split, scores, ablation, progress=progress, dense=dense, **how)
+        bench = InterventionRunner(
+            host_of(model), attachment, split, scores, ablation, progress=progress, dense=dense, **how
+        )
         lengths = _lengths(grid, scores, edges)
         ranked = torch.tensor([int(edges[site][unit]) for site, unit in scores.ranking()])
         costs = [0, *ranked.cumsum(0).tolist()]
@@ -112,7 +114,9 @@ def evaluate(
         of_dense = bench.dense()
         validation = pd.DataFrame()
         if isinstance(prompts, Task):
-            bench = Bench(host_of(model), attachment, prompts.validation, scores, ablation, dense=dense, **how)
+            bench = InterventionRunner(
+                host_of(model), attachment, prompts.validation, scores, ablation, dense=dense, **how
+            )
             validation = _on_validation(bench, scores, head, ranked, random_sets, seed)
     margins = _margins(outcome, full, of_dense)
     carried = Carried.of(margins.full, margins.empty, float(of_dense.q))
@@ -156,7 +160,9 @@ def _bits_of_prefixes(
     return [float(total[k]) + selection_bits(len(ranked), k) for k in lengths]
 
 
-def _keep_and_ablate(bench: Bench, scores: UnitScores, lengths: list[int], kl: bool) -> tuple[Outcome, Outcome]:
+def _keep_and_ablate(
+    bench: InterventionRunner, scores: UnitScores, lengths: list[int], kl: bool
+) -> tuple[Outcome, Outcome]:
     """All prefixes kept, then all ablated; and the replacement with all units."""
     ranks = scores.ranks()
     thresholds = torch.tensor([*lengths, *lengths])[:, None]
@@ -186,7 +192,7 @@ def _further(outcome: Outcome) -> pd.DataFrame:
 
 
 def _on_validation(
-    bench: Bench,
+    bench: InterventionRunner,
     scores: UnitScores,
     head: pd.DataFrame,
     ranked: Int[Tensor, " unit"],
@@ -239,8 +245,8 @@ def random_set(edges: Int[Tensor, " unit"], most: int, generator: torch.Generato
         at += 1
 
 
-@in_plain_surroundings
-def judge(
+@with_torch_defaults
+def evaluate_circuits(
     model: Any,
     factors: Any,
     prompts: TaskSplit | Task,
@@ -250,7 +256,7 @@ def judge(
     kl: bool = False,
     batch_size: int = 256,
     tokens_per_forward: int = 16_384,
-    dense: DenseRuns | None = None,
+    dense: DenseCache | None = None,
 ) -> pd.DataFrame:
     """Measure circuits on test prompts: a row per circuit with the columns of `CostCurve.rows`, and "circuit".
 
@@ -275,7 +281,7 @@ def judge(
     keep = {site: torch.stack([of_set[site] for of_set in sets]) for site in sets[0]}
     masks = {site: torch.cat([replaced, ~replaced]) for site, replaced in keep.items()}
     with attach(model, factors) as attachment:
-        bench = Bench(host_of(model), attachment, split, scores, ablation, dense=dense, **how)
+        bench = InterventionRunner(host_of(model), attachment, split, scores, ablation, dense=dense, **how)
         outcome, full = bench.run(
             2 * len(sets), lambda chunk: {site: mask[chunk] for site, mask in masks.items()}, kl=kl
         )

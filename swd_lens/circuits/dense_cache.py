@@ -1,8 +1,8 @@
 """What the circuit protocol keeps, so that nothing is run twice.
 
-1. On disk, where a call has a folder: scores and curves as its finished parts (base/parts.py). Tensors keep their dtype and bits;
-   of a curve, rows and settings are JSON, which keeps every digit of a float.
-2. In memory, from one replacement to the next for as long as the host stays as it is: `DenseRuns`, what the dense host gives on
+1. On disk, where a call has a folder: scores and curves as its finished parts (base/step_cache.py). Tensors keep their dtype and
+   bits; of a curve, rows and settings are JSON, which keeps every digit of a float.
+2. In memory, from one replacement to the next for as long as the host stays as it is: `DenseCache`, what the dense host gives on
    prompts. Its margins on a split. What enters the first replaced block, since no replacement that begins there, and no
    intervention on it, changes that; up to a bound of bytes, prompts beyond it are run anew each time. Which shortcuts agree
    with plain runs on the split: that is the host's, and the same for every replacement of its kind.
@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.base.parts import Key, Parts
 from swd_lens.base.record import checked, require_equal
+from swd_lens.base.step_cache import Key, StepCache
 from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Begun, Host
@@ -28,7 +28,7 @@ _SCORES, _MEANS, _EDGES, _BITS, _MARGINS = "scores", "means", "edges", "bits", "
 
 
 def kept_scores(
-    parts: Parts, key: Key, make: Callable[[], UnitScores], units: Mapping[str, Any] | None = None
+    parts: StepCache, key: Key, make: Callable[[], UnitScores], units: Mapping[str, Any] | None = None
 ) -> UnitScores:
     """The scores of a part: made now, or finished earlier.
 
@@ -61,7 +61,7 @@ def kept_scores(
     return parts.tensors(key, part, read)
 
 
-def kept_curve(parts: Parts, key: Key, scores: UnitScores, make: Callable[[], CostCurve]) -> CostCurve:
+def kept_curve(parts: StepCache, key: Key, scores: UnitScores, make: Callable[[], CostCurve]) -> CostCurve:
     """The curve of a part, which was made with these scores."""
     if parts.folder is None:
         return make()
@@ -104,7 +104,7 @@ _KEPT_BYTES = 2**28
 T = TypeVar("T")
 
 
-class DenseRuns:
+class DenseCache:
     """See the module. One object for one host; hooks and weights before the replaced blocks must not change meanwhile."""
 
     def __init__(self, n_bytes: int = _KEPT_BYTES):

@@ -1,6 +1,6 @@
-"""Bench: prompts of one split under attached units, ready for any number of interventions.
+"""InterventionRunner: prompts of one split under attached units, ready for any number of interventions.
 
-1. Per bucket of prompts, compute once what interventions share (shortcuts.py), and the margin of the unpruned replacement.
+1. Per bucket of prompts, compute once what interventions share (fast_forward.py), and the margin of the unpruned replacement.
 2. Run the interventions, as many at once as memory allows; of each keep every prompt's margin, whether it was right, and
    (if asked for) KL(unpruned || intervened) at the scoring position, which needs the whole vocabulary's logits.
 Memory does not grow with the number of interventions but for these few numbers.
@@ -19,9 +19,9 @@ from swd_lens.base.divergence import log_probabilities
 from swd_lens.base.errors import quoted
 from swd_lens.base.progress import tqdm
 from swd_lens.circuits.ablation import Reference
-from swd_lens.circuits.kept import DenseRuns
+from swd_lens.circuits.dense_cache import DenseCache
+from swd_lens.circuits.fast_forward import Masks, Runner, Shared, Values, find_fast_forward
 from swd_lens.circuits.scores import UnitScores
-from swd_lens.circuits.shortcuts import Masks, Runner, Shared, Values, find_shortcuts
 from swd_lens.hosts import Host
 from swd_lens.hosts.fused import fused_attention
 from swd_lens.tasks.task import Bucket, TaskSplit
@@ -70,7 +70,7 @@ class Outcome:
         return self.margins.mean(1)
 
 
-class Bench:
+class InterventionRunner:
     """Interventions on one split of prompts, with everything shared between them computed once.
 
     Args:
@@ -98,7 +98,7 @@ class Bench:
         tokens_per_forward: int = 8_192,
         keep: bool = False,
         progress: bool = False,
-        dense: DenseRuns | None = None,
+        dense: DenseCache | None = None,
     ):
         attachment.factors.require_made_for(scores.settings, "this ranking")
         split.require_host(host.model)
@@ -108,8 +108,8 @@ class Bench:
         self.keep, self.progress = keep, progress
         positions = scores.settings["positions"]
         self.reference = Reference(host, attachment.sites, scores, ablation, split)
-        shortcuts = find_shortcuts(host, attachment.sites, attachment.factors, split, positions, dense=dense)
-        self.runner = Runner(host, attachment.factors, shortcuts, dense)
+        fast_forward = find_fast_forward(host, attachment.sites, attachment.factors, split, positions, dense=dense)
+        self.runner = Runner(host, attachment.factors, fast_forward, dense)
         self._kept: list[tuple[Bucket, Shared, Values]] = []
         self._unpruned: Outcome | None = None
 

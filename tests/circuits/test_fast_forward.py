@@ -1,4 +1,4 @@
-"""Shortcuts: each gives what whole runs give, find_shortcuts takes all that do, and a host that lies changes no number."""
+"""FastForward: each gives what whole runs give, find_fast_forward takes all that do, and a host that lies changes no number."""
 
 import warnings
 
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from swd_lens.circuits import attribute, evaluate
-from swd_lens.circuits import shortcuts as shortcuts_module
-from swd_lens.circuits.kept import DenseRuns
-from swd_lens.circuits.shortcuts import Runner, Shortcuts, find_shortcuts
+from swd_lens.circuits import fast_forward as fast_forward_module
+from swd_lens.circuits.dense_cache import DenseCache
+from swd_lens.circuits.fast_forward import FastForward, Runner, find_fast_forward
 from swd_lens.hosts import Start, host_of
 from swd_lens.train.baselines import channels_of, svd
 from swd_lens.units import attach
@@ -78,8 +78,8 @@ def test_every_road_gives_the_logits_of_whole_runs(model, every, positions, keep
     )  # of values: one for all, one per position, one per prompt, one for each
     with attach(model, factors) as attachment:
         host, first = host_of(model), next(site for site in attachment.sites if site.layer == layer)
-        shortcuts = Shortcuts(positions, layer + known, first if known else None, keeps)
-        runner = Runner(host, attachment.factors, shortcuts)
+        fast_forward = FastForward(positions, layer + known, first if known else None, keeps)
+        runner = Runner(host, attachment.factors, fast_forward)
         for batch, at in shapes:
             if positions == "all" and (batch, at) == (3, 1):
                 continue
@@ -99,7 +99,7 @@ def test_what_interventions_share_is_left_as_it_was(model, every):
     """The same shared gives the same logits again, after any other intervention."""
     factors, tokens = {LAST: every[LAST], "blocks.1.attn_o": every["blocks.1.attn_o"]}, random_tokens(3, 6)
     with attach(model, factors) as attachment, torch.no_grad():
-        runner = Runner(host_of(model), attachment.factors, Shortcuts("scoring", 1, None, True))
+        runner = Runner(host_of(model), attachment.factors, FastForward("scoring", 1, None, True))
         shared, masks = runner.share(tokens), some_masks(factors)
         values = {site: torch.zeros(1, 1, f.n_units) for site, f in factors.items()}
         first = runner.logits(shared, masks, values)
@@ -124,10 +124,14 @@ def test_what_interventions_share_is_left_as_it_was(model, every):
 def test_the_shortest_road_is_taken(model, every, positions, sites, layer, known):
     with attach(model, {site: every[site] for site in sites}) as attachment, warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        shortcuts = find_shortcuts(host_of(model), attachment.sites, attachment.factors, SPLIT, positions)
-        plain = find_shortcuts(host_of(model), attachment.sites, attachment.factors, SPLIT, positions, known=False)
-    assert (shortcuts.positions, shortcuts.layer, shortcuts.known and shortcuts.known.name) == (positions, layer, known)
-    assert shortcuts.keeps_prefix == plain.keeps_prefix == (positions == "scoring")
+        fast_forward = find_fast_forward(host_of(model), attachment.sites, attachment.factors, SPLIT, positions)
+        plain = find_fast_forward(host_of(model), attachment.sites, attachment.factors, SPLIT, positions, known=False)
+    assert (fast_forward.positions, fast_forward.layer, fast_forward.known and fast_forward.known.name) == (
+        positions,
+        layer,
+        known,
+    )
+    assert fast_forward.keeps_prefix == plain.keeps_prefix == (positions == "scoring")
     assert (plain.layer, plain.known) == (min(int(site[7]) for site in sites), None)
 
 
@@ -140,7 +144,7 @@ def lie(monkeypatch, model, name):
         return Start(layer, residual + 0.1 * torch.arange(residual.shape[-1]))
 
     if name == "residual":  # where it is taken up: the host's plain runs go through its own `residual`, too
-        monkeypatch.setattr(shortcuts_module, "Start", start)
+        monkeypatch.setattr(fast_forward_module, "Start", start)
     else:
         monkeypatch.setattr(kind, name, lambda self, tokens, begun=None: honest(self, (tokens + 1) % 20))
 
@@ -152,7 +156,7 @@ def fail(monkeypatch, model, name, failure):
         raise failure
 
     if name == "residual":
-        monkeypatch.setattr(shortcuts_module, "Start", failing)
+        monkeypatch.setattr(fast_forward_module, "Start", failing)
     else:
         monkeypatch.setattr(type(host_of(model)), name, failing)
 
@@ -253,9 +257,9 @@ def test_a_short_last_block_gives_the_logits_of_whole_runs(model, every, sites):
     factors, tokens = {site: every[site] for site in sites}, random_tokens(3, 6)
     masks, generator = some_masks(factors), torch.Generator().manual_seed(1)
     with attach(model, factors) as attachment, torch.no_grad():
-        shortcuts = find_shortcuts(host_of(model), attachment.sites, attachment.factors, SPLIT, "all")
-        assert shortcuts.short
-        runner = Runner(host_of(model), attachment.factors, shortcuts)
+        fast_forward = find_fast_forward(host_of(model), attachment.sites, attachment.factors, SPLIT, "all")
+        assert fast_forward.short
+        runner = Runner(host_of(model), attachment.factors, fast_forward)
         for batch, pos in ((1, 1), (1, 6), (3, 6)):
             values = {site: torch.randn(batch, pos, f.n_units, generator=generator) for site, f in factors.items()}
             found = runner.logits(runner.share(tokens), masks, values)
@@ -266,9 +270,9 @@ def test_a_short_last_block_gives_the_logits_of_whole_runs(model, every, sites):
 def test_replacements_of_the_same_sites_share_what_was_found(model, monkeypatch):
     """One search per split for SWD and SVD of one matrix; another matrix, and a coder, are searched for themselves."""
     searched = []
-    search = shortcuts_module._agreeing
-    monkeypatch.setattr(shortcuts_module, "_agreeing", lambda *a: searched.append(a[1][0].name) or search(*a))
-    dense = DenseRuns()
+    search = fast_forward_module._agreeing
+    monkeypatch.setattr(fast_forward_module, "_agreeing", lambda *a: searched.append(a[1][0].name) or search(*a))
+    dense = DenseCache()
     methods = [
         swd_zero_data(model, LAST),
         svd(model, LAST),
