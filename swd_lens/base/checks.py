@@ -40,9 +40,8 @@ def bounded(
     Raises:
         error: it is none; the message says the bounds.
     """
-    kind = Integral if whole else Real
-    is_number = isinstance(value, kind) and not isinstance(value, bool)
-    if is_number and least <= value <= most:  # NaN fails this, too
+    kind: Any = Integral if whole else Real
+    if isinstance(value, kind) and not isinstance(value, bool) and least <= value <= most:  # NaN fails this, too
         return
     number = "a whole number" if whole else "a number"
     low = f" of at least {least:g}" if least > -math.inf else ""
