@@ -21,6 +21,16 @@ _OPTIONS += ["--disable-background-networking", "--disable-component-update", "-
 _OPTIONS += ["--host-resolver-rules=MAP * ~NOTFOUND", "--remote-debugging-pipe"]
 _SECONDS = 60.0
 _KEYS = {"Enter": "\r", " ": " ", "Tab": "\t"}  # that a page also gets as text
+_CODES = {
+    "Enter": 13,
+    "Tab": 9,
+    "Escape": 27,
+    " ": 32,
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+}
 
 
 class Browser:
@@ -76,9 +86,9 @@ class Browser:
         message: dict[str, Any] = {"id": self._count, "method": method, "params": parameters}
         if self.session and not method.startswith(("Target.", "Browser.")):
             message["sessionId"] = self.session
-        os.write(self._out, json.dumps(message).encode() + b"\0") if len(json.dumps(message)) < 60_000 else self._write(
-            json.dumps(message).encode() + b"\0"
-        )
+        data = json.dumps(message).encode() + b"\0"
+        while data:
+            data = data[os.write(self._out, data) :]
         while True:
             answer = self._read()
             if answer.get("id") == self._count:
@@ -86,10 +96,6 @@ class Browser:
                     raise RuntimeError(f"{method}: {answer['error']['message']}")
                 return answer["result"]
             self._keep(answer)
-
-    def _write(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self._out, data) :]
 
     def _read(self) -> dict[str, Any]:
         end = time.monotonic() + _SECONDS
@@ -178,19 +184,9 @@ class Browser:
 
     def key(self, key: str) -> None:
         text = _KEYS.get(key, key if len(key) == 1 else "")
-        named = {"key": key, "text": text} if text else {"key": key}
-        codes = {
-            "Enter": 13,
-            "Tab": 9,
-            "Escape": 27,
-            " ": 32,
-            "ArrowLeft": 37,
-            "ArrowUp": 38,
-            "ArrowRight": 39,
-            "ArrowDown": 40,
-        }
-        if key in codes:
-            named["windowsVirtualKeyCode"] = codes[key]  # pyright: ignore[reportArgumentType]
+        named: dict[str, Any] = {"key": key, "text": text} if text else {"key": key}
+        if key in _CODES:
+            named["windowsVirtualKeyCode"] = _CODES[key]
         self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", **named)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
         self.rest()
@@ -200,17 +196,10 @@ class Browser:
         self.rest()
 
     def touch(self, kind: str, *points: tuple[float, float]) -> None:
-        self.call(
-            "Input.dispatchTouchEvent",
-            type=kind,
-            touchPoints=[{"x": x, "y": y, "id": i} for i, (x, y) in enumerate(points)],
-        )
+        fingers = [{"x": x, "y": y, "id": i} for i, (x, y) in enumerate(points)]
+        self.call("Input.dispatchTouchEvent", type=kind, touchPoints=fingers)
 
-    # ------------------------------------------------------------------ pictures
-
-    def picture(self, path: Path) -> Path:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
-        return path
+    # ------------------------------------------------------------------ what it leaves
 
     def print(self, path: Path) -> Path:
         path.write_bytes(base64.b64decode(self.call("Page.printToPDF", printBackground=True, landscape=False)["data"]))

@@ -13,19 +13,14 @@ def _load_state_dict(module: nn.Module, name: str) -> None:
     module.load_state_dict(state, strict=False)
 
 
-@torch.no_grad()
-def _in_place(module: nn.Module, name: str) -> None:
-    module._parameters[name].mul_(2)
+def _doubled(module: nn.Module, name: str) -> Tensor:
+    return 2 * module._parameters[name].detach()
 
 
 @torch.no_grad()
 def _a_single_entry(module: nn.Module, name: str) -> None:
     parameter = module._parameters[name]
     parameter[(0,) * (parameter.ndim - 1) + (3,)] += 1
-
-
-def _replaced(module: nn.Module, name: str) -> None:
-    module._parameters[name] = nn.Parameter(2 * module._parameters[name].detach())
 
 
 def _by_an_optimizer(module: nn.Module, name: str) -> None:
@@ -35,33 +30,25 @@ def _by_an_optimizer(module: nn.Module, name: str) -> None:
     parameter.grad = None
 
 
-def _data(module: nn.Module, name: str) -> None:
-    module._parameters[name].data.mul_(2)
-
-
-def _data_exchanged(module: nn.Module, name: str) -> None:
-    module._parameters[name].data = 2 * module._parameters[name].detach()
-
-
 def _rows_of_data_permuted(module: nn.Module, name: str) -> None:
     data = module._parameters[name].data
     rows = data.view(-1, data.shape[-1])
     rows.copy_(rows.flip(0))
 
 
-Edit = Callable[[nn.Module, str], None]
+Edit = Callable[[nn.Module, str], Any]
 # Noticed at the next forward.
 SEEN_BY_VERSION: dict[str, Edit] = {
     "load_state_dict of a submodule": _load_state_dict,
-    "in place": _in_place,
+    "in place": torch.no_grad()(lambda module, name: module._parameters[name].mul_(2)),
     "a single entry": _a_single_entry,
-    "replaced": _replaced,
+    "replaced": lambda module, name: module._parameters.update({name: nn.Parameter(_doubled(module, name))}),
     "an optimizer's step": _by_an_optimizer,
 }
 # Noticed at the next call of swd_lens.
 SEEN_BY_VALUE: dict[str, Edit] = {
-    "data": _data,
-    "data exchanged": _data_exchanged,
+    "data": lambda module, name: module._parameters[name].data.mul_(2),
+    "data exchanged": lambda module, name: setattr(module._parameters[name], "data", _doubled(module, name)),
     "rows of data permuted": _rows_of_data_permuted,
 }
 

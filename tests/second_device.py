@@ -11,7 +11,7 @@
    of a marked tensor is refused.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -149,6 +149,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple | set):
         for each in value:
             yield from _tensors(each)
-
-
-Run = Callable[[SecondDevice], Any]

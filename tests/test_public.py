@@ -1,4 +1,4 @@
-"""The public surface: what `import swd_lens` offers, that it is loaded when first used, and that old names go on working."""
+"""The public surface: what `import swd_lens` offers, and that it is loaded when first used."""
 
 import subprocess
 import sys
@@ -6,21 +6,6 @@ import sys
 import pytest
 
 import swd_lens as swd
-
-# Names that scripts written for earlier versions use.
-FORMER = """
-Allocation AttachError Attachment Audit Circuit Comparison CostCurve DataEfficiency DoesNotFitError Edit EditComparison
-EditError EditSelection Estimate FactorFileError FactorSet Factors Fidelity FinetuneError FinetuneSpec ModelReplacement
-QKError QKPair QKReplay QKScan QKScreen Refinement ResumeError Run Samples ShardError SideEffects Site
-SiteDidNotRunWarning Sweep Task TaskError TaskExample TokenError TokenStream UndefinedSufficiencyWarning UnitGraph
-UnitInteractions UnitLabels UnitOverlap UnitProfile UnitScores UnitSourceError UnknownSiteError UnsupportedHostError
-WorkerLostError __version__ allocate attach attribute audit baselines collect_grams compare compare_edits dashboard
-data_efficiency edit_unit estimate evaluate factorize fidelity find_sites finetune generate intervention_hooks evaluate_circuits
-load_default_model load_host load_task load_text pack_text plot_unit_paths qk_replay qk_scan qk_screen refine
-replace_model run_study score_parts select_edit_unit side_effects solve stream_rows sweep text_tokens unit_graph
-unit_hooks unit_interactions unit_overlap
-"""
-FORMER_NAMES = FORMER.split()
 
 
 def loaded_after(program: str) -> set[str]:
@@ -30,12 +15,6 @@ def loaded_after(program: str) -> set[str]:
     done = subprocess.run([sys.executable, "-c", program + end], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
-
-
-def test_former_names_go_on_working():
-    assert len(FORMER_NAMES) == 95
-    for name in FORMER_NAMES:
-        assert getattr(swd, name) is not None, name
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@
 import inspect
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import fields, is_dataclass
 from functools import cache, cached_property, partial
@@ -89,15 +90,11 @@ def test_everything_public_that_computes_is_marked(name):
 # ---------------------------------------------------------------------------------------------- the same bits
 
 
+@contextmanager
 def deterministic():
-    class Deterministic:
-        def __enter__(self):
-            torch.use_deterministic_algorithms(True)
-
-        def __exit__(self, *_):
-            torch.use_deterministic_algorithms(False)
-
-    return Deterministic()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 SETTINGS = {**PLAIN_SETTINGS, "deterministic": deterministic}
@@ -125,7 +122,7 @@ class Kit:
     """A host and what calls on it take, made in plain surroundings."""
 
     def __init__(self, kind: str):
-        self.model = load(kind)
+        self.kind, self.model = kind, load(kind)
         self.tokens = families.some_tokens(6, 10)
         splits = [split(self.model, name, seed) for name, seed in (("train", 0), ("validation", 2), ("test", 1))]
         self.task = Task("toy", *splits, "random", False)
@@ -149,8 +146,11 @@ class Kit:
         how = {"steps": 2, "batch_size": 2, "learning_rate": 1e-3, "autocast": autocast, "progress": False}
         return swd.finetune(self.model, self.factors, self.tokens, heldout=self.tokens[:2], **how)
 
-    def train(self, method: Any, site: str = SITE) -> Any:
-        units = method(self.model, site, self.tokens, n_tokens=60, tokens_per_step=20, width=8, progress=False)
+    def trained(self, method: Any) -> Any:
+        return method(self.model, SITE, self.tokens, n_tokens=60, tokens_per_step=20, width=8, progress=False)
+
+    def weights(self, method: Any) -> Any:
+        units = self.trained(method)
         return {name: vars(of_site.coder) | dict(of_site.coder.state_dict()) for name, of_site in units.items()}
 
     def circuit(self) -> Any:
@@ -194,17 +194,13 @@ CALLS = {
     "overlap": lambda kit: swd.unit_overlap(kit.model, kit.factors, SITE, kit.tokens, progress=False),
     "finetune": lambda kit: kit.finetune(None),
     "finetune under its own autocast": lambda kit: kit.finetune("bfloat16"),
-    "transcoder": lambda kit: kit.train(swd.baselines.transcoder),
-    "VPD": lambda kit: kit.train(swd.baselines.vpd_kl),
+    "transcoder": lambda kit: kit.weights(swd.baselines.transcoder),
+    "VPD": lambda kit: kit.weights(swd.baselines.vpd_kl),
     "generate": lambda kit: swd.generate(
         kit.model, kit.factors, ["a"], max_new_tokens=2, temperature=1.0, progress=False
     ),
-    "load": lambda kit: host_of(load(kind_of(kit))).weight(swd.find_sites(kit.model, SITE)[0]).tolist(),
+    "load": lambda kit: host_of(load(kit.kind)).weight(swd.find_sites(kit.model, SITE)[0]).tolist(),
 }
-
-
-def kind_of(kit: Kit) -> str:
-    return "hooked" if type(kit.model).__name__ == "HookedTransformer" else "bridge"
 
 
 @cache
@@ -221,13 +217,8 @@ def plain(value: Any) -> Any:
     """A result as nested values that are equal only if every bit and every dtype is."""
     if isinstance(value, Tensor):
         whole = value.detach().contiguous()
-        return (
-            value.is_inference(),
-            str(whole.dtype),
-            str(whole.device),
-            tuple(whole.shape),
-            whole.flatten().view(torch.uint8).numpy().tobytes(),
-        )
+        raw = whole.flatten().view(torch.uint8).numpy().tobytes()
+        return value.is_inference(), str(whole.dtype), str(whole.device), tuple(whole.shape), raw
     if isinstance(value, pd.DataFrame):
         return {str(column): plain(value[column].tolist()) for column in value}
     if isinstance(value, Mapping):
@@ -337,11 +328,7 @@ NAMED = {
     "factorize": lambda kit: kit.factorize().provenance,
     "allocate": lambda kit: CALLS["allocate"](kit).settings,
     "finetune": lambda kit: kit.finetune(None).provenance["finetune"],
-    "transcoder": lambda kit: (
-        swd.baselines.transcoder(
-            kit.model, SITE, kit.tokens, n_tokens=60, tokens_per_step=20, width=8, progress=False
-        ).provenance
-    ),
+    "transcoder": lambda kit: kit.trained(swd.baselines.transcoder).provenance,
     "qk": lambda kit: kit.qk()[1].settings,
     "audit": lambda kit: swd.audit(kit.model, kit.factors, kit.tokens, n=2, progress=False).settings,
     "graph": lambda kit: CALLS["graph"](kit).settings,
@@ -368,12 +355,9 @@ def test_standing_hooks_are_named_in_the_settings_of_results(call, kind):
 
 @pytest.mark.parametrize("kind", HOSTS)
 def test_hooks_of_our_own_are_not_standing_hooks(kind):
-    kit = kit_of(kind)
+    kit, other = kit_of(kind), "blocks.0.mlp_out"
     with swd.attach(kit.model, {SITE: kit.factors[SITE]}):
-        assert (
-            "standing_hooks"
-            not in swd.attribute(kit.model, {"blocks.0.mlp_out": kit.factors["blocks.0.mlp_out"]}, kit.task).settings
-        )
+        assert "standing_hooks" not in swd.attribute(kit.model, {other: kit.factors[other]}, kit.task).settings
 
 
 @pytest.mark.parametrize("kind", HOSTS)
@@ -410,6 +394,15 @@ def test_a_second_thread_on_an_attached_host_is_refused(call, kind):
     assert "blocks.1.hook_mlp_out_unit" not in kit.model.hook_dict
 
 
+def beside_each_other(run: Callable[[Any], None], arguments: tuple[Any, ...]) -> None:
+    """Call a function in one thread for each argument, and wait for all."""
+    threads = [threading.Thread(target=run, args=(argument,)) for argument in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 @pytest.mark.parametrize("kind", HOSTS)
 def test_threads_with_hosts_of_their_own_give_the_same_bits(kind):
     wanted, kits, outcome = expected(kind, "fidelity"), [Kit(kind), Kit(kind)], {}
@@ -417,13 +410,9 @@ def test_threads_with_hosts_of_their_own_give_the_same_bits(kind):
     def run(i: int) -> None:
         outcome[i] = [plain(CALLS["fidelity"](kits[i])) for _ in range(3)]
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
     torch.set_default_dtype(torch.bfloat16)
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        beside_each_other(run, (0, 1))
         assert torch.get_default_dtype() is torch.bfloat16
     finally:
         torch.set_default_dtype(torch.float32)
@@ -442,11 +431,7 @@ def test_two_threads_on_one_host_are_right_or_refused(kind):
             except swd.errors.HostInUseError:
                 outcome.append(None)
 
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    beside_each_other(run, calls)
     assert len(outcome) == 12 and outcome.count(True) >= 6 and False not in outcome
     assert plain(CALLS["fidelity"](kit)) == wanted["fidelity"]
 

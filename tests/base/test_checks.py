@@ -24,7 +24,7 @@ def test_whole_numbers_within_their_bounds(value):
 
 @pytest.mark.parametrize("value", [0, 8, 2.0, 2.5, True, None, "2", float("nan"), np.float64(2)])
 def test_other_than_whole_numbers_within_their_bounds(value):
-    with pytest.raises(ValueError, match="^n must be a whole number from 1 to 7, got "):
+    with pytest.raises(ValueError, match=r"^n must be a whole number from 1 to 7, got "):
         bounded("n", value, 1, 7)
 
 
@@ -35,7 +35,7 @@ def test_numbers_within_their_bounds(value):
 
 @pytest.mark.parametrize("value", [-1e-9, 1.5, float("nan"), float("inf"), True, "0.5", 1j])
 def test_other_than_numbers_within_their_bounds(value):
-    with pytest.raises(TrainError, match="^share must be a number from 0 to 1, got "):
+    with pytest.raises(TrainError, match=r"^share must be a number from 0 to 1, got "):
         bounded("share", value, 0, 1, whole=False, error=TrainError)
 
 
