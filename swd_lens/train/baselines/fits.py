@@ -89,8 +89,7 @@ class CoderFit(Fit):
         return tensors, {"kept": self.trajectory.hashes}
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        kept = values["kept"]  # earlier versions: token counts alone
-        for tokens, digest in (kept if isinstance(kept, Mapping) else dict.fromkeys(kept)).items():
+        for tokens, digest in values["kept"].items():
             self.trajectory.take_over(int(tokens), digest)
             self.trajectory[int(tokens)]  # checked: the result will vouch for it
         self.coders.load_state_dict(_under("coder.", tensors))

@@ -180,7 +180,7 @@ def is_of_other_factors(path: Path, factors: Mapping[str, Factors]) -> bool:
     """Whether the folder holds a run of other factors than these (in execution order); False where it holds none."""
     try:
         run = read_json(path / RUN, "a training run")
-        return run["recipe"]["factors_sha256"] != upstream_of(factors)
+        return run["settings"]["factors_sha256"] != upstream_of(factors)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -192,7 +192,7 @@ def test_another_run_is_refused_and_a_finished_one_taken_over(model, tmp_path, m
     text = (tmp_path / "run.json").read_text()
     with pytest.raises(
         swd.ResumeError,
-        match=r"holds another run: seed 42 then, 1 now; l1 5e-05 then, 0\.1 now\. Call transcoder as then",
+        match=r"holds another run: seed 42 then, 1 now; l1 5e-05 then, 0\.1 now\. Rerun with the original settings",
     ):
         train(model, "transcoder", out=tmp_path, l1=0.1, seed=1)
     with pytest.raises(swd.ResumeError, match="kept_after_steps"):

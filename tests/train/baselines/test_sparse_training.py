@@ -125,7 +125,7 @@ def test_resumed_is_uninterrupted_to_the_bit(trained, tokenizer, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "advance", stopping)
         assert weights(train(tmp_path, tokenizer)) == weights(trained)  # taken over
-    with pytest.raises(swd.ResumeError, match=r"end_density 0\.2 then, 0\.5 now.*Call sparse_pretrain as then"):
+    with pytest.raises(swd.ResumeError, match=r"end_density 0\.2 then, 0\.5 now.*Rerun with the original settings"):
         train(tmp_path, tokenizer, end_density=0.5)
     assert json.loads((tmp_path / "run.json").read_text())["finished"] is True
 
