@@ -79,7 +79,7 @@ def test_a_task_has_the_content_that_the_embedded_model_never_read():
     parts = [words.start_years(part) for part in words.TASK_PARTS]
     assert sorted(parts[0] + parts[1]) == sorted(words.start_years("validation"))
     assert [len(names_of(owner)) for owner in words.OWNERS] == [72, 10, 14, 6, 4]
-    with pytest.raises(ValueError, match="unknown split 'task train'; choose one of train, validation, test"):
+    with pytest.raises(ValueError, match="split must be one of 'train', 'validation', 'test', got 'task train'"):
         generate("capital", "task train", 1)
 
 
@@ -202,10 +202,10 @@ def test_training_text_never_has_held_out_content():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("io", "test", 5), "unknown family 'io'; choose one of ioi, docstring, greater_than, gendered_pronoun"),
-        (("ioi", "dev", 5), "unknown split 'dev'; choose one of train, validation, test"),
-        (("ioi", "test", 0), "n is 0"),
-        (("ioi", "test", 5, 0, "new"), "unknown templates 'new'; choose one of seen, unseen, all"),
+        (("io", "test", 5), "family must be one of 'ioi', 'docstring', 'greater_than', 'gendered_pronoun', "),
+        (("ioi", "dev", 5), "split must be one of 'train', 'validation', 'test', "),
+        (("ioi", "test", 0), "n must be a whole number of at least 1, got 0"),
+        (("ioi", "test", 5, 0, "new"), "templates must be one of 'seen', 'unseen', 'all', got 'new'"),
     ],
 )
 def test_bad_requests_say_what_is_valid(arguments, message):

@@ -11,10 +11,13 @@ many of the 11th and 18th are one token or split elsewhere): the prompts are onl
 for GPT-2 should drop the others.
 """
 
+import itertools
 import random
+from typing import Any
 
+from swd_lens.tasks.generators.family import Family
 from swd_lens.tasks.generators.words import EVENTS, loose_words, start_years
-from swd_lens.tasks.split import TaskExample
+from swd_lens.tasks.split import TaskExample, Unusable
 
 FAMILY = "greater_than"
 # Starts late in a century leave few right answers and are rare in a uniform draw: training text has 40% of them.
@@ -92,3 +95,16 @@ def document(rng: random.Random, split: str) -> str:
         century = int(example.meta["content"]) // 100
         return f"{example.prompt[:-2]}{century + 1}{rng.randrange(100):02d}{rng.choice(TAILS)}"
     return example.prompt + rng.choice(example.answers) + rng.choice(TAILS)
+
+
+def _check(example: TaskExample, tokenizer: Any) -> None:
+    start = example.meta["content"]
+    century, year = start[:-2], start[-2:]
+    pieces = [piece.strip() for piece in tokenizer.pieces(example.prompt)]
+    if (century, year) not in itertools.pairwise(pieces):
+        raise Unusable("start year is not the tokens [century, two digits]", f"{start!r} in {pieces}")
+    if pieces[-1] != century:
+        raise Unusable("final century is not a token of its own", f"{century!r} in {pieces}")
+
+
+FAMILIES = (Family(FAMILY, sample, check=_check, document=document, trained=3),)

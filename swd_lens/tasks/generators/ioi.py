@@ -9,6 +9,7 @@
 import random
 import re
 
+from swd_lens.tasks.generators.family import Family
 from swd_lens.tasks.generators.words import NAMES, draw_pair, loose_words, object_places, objects_at, split_of
 from swd_lens.tasks.split import TaskExample
 
@@ -215,3 +216,6 @@ def _other_object(rng: random.Random, thing: str) -> str:
 
 def _fill(frame: str, a: str, b: str, s: str) -> str:
     return frame.replace("\0a", a).replace("\0b", b).replace("\0s", s)
+
+
+FAMILIES = (Family(FAMILY, sample, corrupt, variant, document=document, trained=1),)

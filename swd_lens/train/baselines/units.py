@@ -14,6 +14,7 @@ rename: who reads while another saves has all of the old units or all of the new
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -137,10 +138,10 @@ class UnitsIndex(SavedRecord):
         Raises:
             TrainError: there is none, or it cannot be read.
         """
-        try:
-            return cls.load(folder / INDEX)
-        except (FileNotFoundError, NotADirectoryError):
-            raise TrainError(f"{folder} holds no {INDEX}: no learned units, or their training is not finished") from None
+        with suppress(FileNotFoundError):
+            if (folder / INDEX).is_file():
+                return cls.load(folder / INDEX)
+        raise TrainError(f"{folder} holds no {INDEX}: no learned units, or their training is not finished")
 
 
 @with_torch_defaults
