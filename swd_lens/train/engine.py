@@ -31,7 +31,7 @@ _SMALLEST_RMS = 1e-8
 
 
 class Fit(ABC):
-    """What is trained, and how one step's gradients come about.
+    """A model in training: its parameters, and one step's gradients.
 
     Attributes:
         title, unit: of the progress bar.
@@ -54,7 +54,7 @@ class Fit(ABC):
 
     @abstractmethod
     def schedule(self, step: int) -> dict[str, float]:
-        """What the schedule sets in a step, counted from 1, as the log names it; "learning_rate" among it."""
+        """Values of the schedule in a step, counted from 1, as the log names them; "learning_rate" is one."""
 
     @abstractmethod
     def gradients(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[float, dict[str, Any]]:
@@ -62,18 +62,18 @@ class Fit(ABC):
 
     @abstractmethod
     def require_finite(self, loss: float, step: int, rate: float, folder: TrainingFolder | None) -> None:
-        """Raises the package's own error where training must not go on with this loss."""
+        """Raise the package's own error where training must not go on with this loss."""
 
     @abstractmethod
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a checkpoint needs besides the moments: tensors, and plain JSON values."""
+        """Tensors and plain JSON values that a checkpoint needs besides the moments."""
 
     @abstractmethod
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Go on from what `state` gave; other names may stand beside its own."""
 
     def start(self) -> dict[str, float] | None:
-        """The part of the start that a resumed run leaves out; what the log says of step 0, or None for no such line."""
+        """Do the part of the start that a resumed run leaves out; returns the log of step 0, or None for no such line."""
         return None
 
     def running(self) -> AbstractContextManager[Any]:
@@ -81,15 +81,15 @@ class Fit(ABC):
         return nullcontext()
 
     def adjust_gradients(self, step: int) -> dict[str, float]:
-        """What is done to the gradients, or by them, before AdamW's step; what to log of it."""
+        """Change the gradients before AdamW's step; returns what to log of it."""
         return {}
 
     def after_update(self, step: int) -> None:
-        """What is done to the parameters after AdamW's step."""
+        """Change the parameters after AdamW's step."""
         return None
 
     def evaluate(self) -> dict[str, float]:
-        """What is measured on held-out text, as the log names it."""
+        """Measure on held-out text; returns values as the log names them."""
         return {}
 
     def keep(self, tokens: int) -> None:
@@ -141,7 +141,7 @@ class Engine:
 
     @property
     def tokens(self) -> int:
-        """Gone through so far."""
+        """Tokens gone through so far."""
         return self.step * self.rows_per_step * self.rows.row_length
 
     @property
@@ -192,7 +192,12 @@ class Engine:
             self.fit.keep(self.tokens)
         if self.folder is not None and self._main and (number % self.checkpoint_every == 0 or last):
             tensors, values = self.fit.state()
-            self.folder.save({**tensors, **self._moments()}, {"step": number, **values})
+            moments = {
+                self.fit.moment_key.format(name=name, moment=moment): self._adam.state[p][key]
+                for name, p in self.fit.parameters.items()
+                for moment, key in (("first", "exp_avg"), ("second", "exp_avg_sq"))
+            }
+            self.folder.save({**tensors, **moments}, {"step": number, **values})
             reached(f" behind step {number:,} of {self.fit.steps:,}")
 
     def _log(self, entry: Mapping[str, Any]) -> None:
@@ -200,13 +205,6 @@ class Engine:
         self.lines.append(line)
         if self.folder is not None and self._main:
             self.folder.log(line)
-
-    def _moments(self) -> dict[str, Tensor]:
-        return {
-            self.fit.moment_key.format(name=name, moment=moment): self._adam.state[p][key]
-            for name, p in self.fit.parameters.items()
-            for moment, key in (("first", "exp_avg"), ("second", "exp_avg_sq"))
-        }
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         if self.processes is not None:

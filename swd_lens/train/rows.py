@@ -144,7 +144,7 @@ class Processes:
         return [part.view_as(t).to(t.device) for part, t in zip(parts, tensors, strict=True)]
 
     def agreed(self, flag: bool) -> bool:
-        """What the main process says, in every process; waits for all of them."""
+        """Give the main process's value to every process; waits for all of them."""
         return bool(self.total([torch.tensor(float(flag and self.main))])[0])
 
     def wait(self) -> None:

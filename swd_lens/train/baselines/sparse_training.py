@@ -25,7 +25,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import TrainError, quoted
+from swd_lens.base.checks import bounded
+from swd_lens.base.errors import TrainError
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.settings import Settings, setting
 from swd_lens.base.surroundings import with_torch_defaults
@@ -96,25 +97,25 @@ class SparseSpec(Settings):
 
     @property
     def tokens(self) -> int:
-        """Of the whole schedule."""
+        """Tokens of the whole schedule."""
         return self.updates * self.tokens_per_update
 
     @property
     def n0(self) -> int:
         """Tokens at the end of the warm-up; whole updates."""
-        return self._updates(self.warmup) * self.tokens_per_update
+        return self._tokens(self.warmup)
 
     @property
     def n1(self) -> int:
         """Tokens from which the density stays; whole updates."""
-        return self._updates(self.falling_until) * self.tokens_per_update
+        return self._tokens(self.falling_until)
 
-    def _updates(self, share: float | int) -> int:
-        """A share of all updates, rounded down: 0.29 of 100 are 29, not the 28 that floats make of it."""
-        return math.floor(round(share * self.updates, 6))
+    def _tokens(self, share: float | int) -> int:
+        """The tokens of a share of all updates, rounded down to whole ones: 0.29 of 100 are 29, not 28 as floats say."""
+        return math.floor(round(share * self.updates, 6)) * self.tokens_per_update
 
     def density(self, tokens: int) -> float:
-        """After `tokens` tokens: before the update that follows."""
+        """Density after `tokens` tokens, before the update that follows."""
         if tokens < self.n0:
             return 1.0
         if tokens >= self.n1:
@@ -200,12 +201,8 @@ def sparse_pretrain(
     """
     require_possible(out)
     spec = recipe(SPARSE_PRETRAINS, preset).changed(settings)
-    for name, every in (
-        ("checkpoint_every", checkpoint_every),
-        ("eval_every", 1 if eval_every is None else eval_every),
-    ):
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise TrainError(f"{name}={quoted(every)}: give a whole number, 1 or more")
+    bounded("checkpoint_every", checkpoint_every, 1, error=TrainError)
+    bounded("eval_every", 1 if eval_every is None else eval_every, 1, error=TrainError)
     tokenizer = getattr(config, "tokenizer", None) if tokenizer is None else tokenizer
     if tokenizer is None:
         raise TrainError("tokenizer= is needed: a checkpoint folder without one cannot be loaded as a host")

@@ -23,7 +23,7 @@ _MULTIPLE = re.compile(r"^(\d+(?:\.\d+)?)x$")
 
 @dataclass(frozen=True)
 class TrainSpec(Settings):
-    """What every learned baseline is trained by.
+    """Settings by which every learned baseline is trained.
 
     Class attributes:
         per_matrix: whether a whole MLP has a coder for each of its matrices, which gets the matrix's weight and bias.

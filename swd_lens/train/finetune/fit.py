@@ -1,4 +1,4 @@
-"""What fine-tuning minimises, and the state of a run: values, held-out means, the best values.
+"""FinetuneFit: the loss of fine-tuning, and the state of a run: values, held-out means, the best values.
 
 1. Losses and held-out means are sums over next-token predictions, in float32 from the logits on, added over all processes and
    divided by the predictions of all of them.

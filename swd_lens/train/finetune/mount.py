@@ -117,7 +117,7 @@ class Mounted:
 
     @cached_property
     def predictions(self) -> Predictions:
-        """Of the host with the factors."""
+        """Predictions of the host with the factors."""
         return Predictions(self.units.host)
 
     def run(self, rows: Tensor, *, dense: bool) -> Float[Tensor, "_rows pos _width"]:
