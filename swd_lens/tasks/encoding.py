@@ -44,7 +44,7 @@ def adds_bos(tokenizer: Any) -> bool:
 
 @functools.cache
 def _saved_adds_bos(source: str) -> bool:
-    """What the files of a tokenizer say; read once for each."""
+    """Whether the files of a tokenizer say so; read once for each."""
     from transformers import AutoTokenizer
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -85,7 +85,7 @@ def stop_tokens(model: Any) -> tuple[int, ...]:
 
 @functools.cache
 def _saved_stop_tokens(source: str) -> tuple[int, ...]:
-    """What the generation_config.json beside a tokenizer says; read once for each."""
+    """Stop tokens of the generation_config.json beside a tokenizer; read once for each."""
     from transformers import GenerationConfig
 
     try:

@@ -40,7 +40,7 @@ class Fit(ABC):
         parameters: what AdamW trains, by the names that their moments have in a checkpoint.
         scales: factors of the learning rate, by the same names; 1 where a name is missing.
         eps: AdamW's.
-        moment_key: how a checkpoint calls a moment.
+        advice: the last words of the error where the loss is not finite.
     """
 
     title: str
@@ -50,7 +50,7 @@ class Fit(ABC):
     parameters: dict[str, Tensor]
     scales: Mapping[str, float] = {}
     eps: float = 1e-8
-    moment_key: ClassVar[str] = "{moment}.{name}"
+    advice: ClassVar[str] = "Lower learning_rate"
 
     @abstractmethod
     def schedule(self, step: int) -> dict[str, float]:
@@ -59,10 +59,6 @@ class Fit(ABC):
     @abstractmethod
     def gradients(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[float, dict[str, Any]]:
         """The loss of a batch and what else to log of it (numbers or tensors of one). The parameters' `grad` is set."""
-
-    @abstractmethod
-    def require_finite(self, loss: float, step: int, rate: float, folder: TrainingFolder | None) -> None:
-        """Raise the package's own error where training must not go on with this loss."""
 
     @abstractmethod
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -79,6 +75,10 @@ class Fit(ABC):
     def running(self) -> AbstractContextManager[Any]:
         """Open while steps are taken."""
         return nullcontext()
+
+    def is_finite(self, loss: float) -> bool:
+        """Whether training may go on with this loss and these gradients."""
+        return math.isfinite(loss)
 
     def adjust_gradients(self, step: int) -> dict[str, float]:
         """Change the gradients before AdamW's step; returns what to log of it."""
@@ -144,21 +144,20 @@ class Engine:
         """Tokens gone through so far."""
         return self.step * self.rows_per_step * self.rows.row_length
 
-    @property
-    def _main(self) -> bool:
-        return self.processes is None or self.processes.main
-
     def run(self, *, progress: bool) -> None:
         """From the folder's checkpoint, or from the start, to the last step."""
         checkpoint = None if self.folder is None else self.folder.checkpoint()
         if checkpoint is not None:
             self._resume(checkpoint)
-        if self.folder is not None and self._main:
+        main = self.processes is None or self.processes.main
+        if not main:
+            self.folder = None  # written by the main process; this one has read its checkpoint
+        if self.folder is not None:
             self.folder.begin(None if checkpoint is None else checkpoint.lines)
         if checkpoint is None and (entry := self.fit.start()) is not None:
             self._log({"step": 0, "tokens": 0, **entry})
         batches = self.rows.batches(self.rows_per_step, self.fit.spec.seed, self.step)
-        shown = {"desc": self.fit.title, "unit": self.fit.unit, "disable": not (progress and self._main)}
+        shown = {"desc": self.fit.title, "unit": self.fit.unit, "disable": not (progress and main)}
         bar: Any = tqdm(total=self.fit.steps, initial=self.step, leave=False, **shown)
         with self.fit.running(), bar:
             while self.step < self.fit.steps:
@@ -174,7 +173,12 @@ class Engine:
         scheduled = self.fit.schedule(number)
         rate = scheduled["learning_rate"]
         loss, measured = self.fit.gradients(rows, number)
-        self.fit.require_finite(loss, number, rate, self.folder)
+        if not self.fit.is_finite(loss):
+            kept = "" if self.folder is None else f" {self.folder.path} keeps {self.folder.kept(self.fit.unit)}."
+            raise self.fit.spec.error(
+                f"{self.fit.unit} {number} of {self.fit.steps}: the loss is {loss} or its gradients are not finite, at learning "
+                f"rate {rate:.3g}.{kept} {self.fit.advice}"
+            )
         adjusted = self.fit.adjust_gradients(number)
         for group, name in zip(self._adam.param_groups, self.fit.parameters, strict=True):
             group["lr"] = rate * self.fit.scales.get(name, 1.0)
@@ -190,10 +194,10 @@ class Engine:
             self._log(entry)
         if kept:
             self.fit.keep(self.tokens)
-        if self.folder is not None and self._main and (number % self.checkpoint_every == 0 or last):
+        if self.folder is not None and (number % self.checkpoint_every == 0 or last):
             tensors, values = self.fit.state()
             moments = {
-                self.fit.moment_key.format(name=name, moment=moment): self._adam.state[p][key]
+                f"{moment}.{name}": self._adam.state[p][key]
                 for name, p in self.fit.parameters.items()
                 for moment, key in (("first", "exp_avg"), ("second", "exp_avg_sq"))
             }
@@ -203,7 +207,7 @@ class Engine:
     def _log(self, entry: Mapping[str, Any]) -> None:
         line = {name: value if isinstance(value, int) else float(value) for name, value in entry.items()}
         self.lines.append(line)
-        if self.folder is not None and self._main:
+        if self.folder is not None:
             self.folder.log(line)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
@@ -213,10 +217,7 @@ class Engine:
         with checkpoint.readable():
             self.fit.load_state(tensors, checkpoint.values)
             for name, p in self.fit.parameters.items():
-                first, second = (
-                    tensors[self.fit.moment_key.format(name=name, moment=moment)].to(p).view_as(p)
-                    for moment in ("first", "second")
-                )
+                first, second = (tensors[f"{moment}.{name}"].to(p).view_as(p) for moment in ("first", "second"))
                 self._adam.state[p] = {
                     "step": torch.tensor(float(self.step), dtype=torch.float32),
                     "exp_avg": first,

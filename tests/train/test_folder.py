@@ -160,7 +160,9 @@ def test_a_checkpoint_or_a_log_of_another_run_is_refused(tmp_path):
         out = tmp_path / name
         shutil.copytree(folder, out)
         shutil.copy(tmp_path / "other" / name, out / name)
-        with pytest.raises(ResumeError, match=rf"{name}(: not what was written there| is not a training run, .*another call)"):
+        with pytest.raises(
+            ResumeError, match=rf"{name}(: not what was written there| is not a training run, .*another call)"
+        ):
             train("transcoder", out)
 
 

@@ -13,6 +13,7 @@ for GPT-2 should drop the others.
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from swd_lens.tasks.generators.family import Family
@@ -64,7 +65,9 @@ TAILS = (
 )
 
 
-def _example(rng: random.Random, split: str, templates: str, start: int) -> TaskExample:
+def sample(rng: random.Random, split: str, templates: str, years: Sequence[int] = ()) -> TaskExample:
+    """One prompt of `split`, start years drawn uniformly (from `years`, where given); `templates` is "seen" or "unseen"."""
+    start = rng.choice(years or start_years(split))
     century, year = divmod(start, 100)
     index, event = rng.randrange(len(TEMPLATES[templates])), rng.choice(EVENTS)
     template = TEMPLATES[templates][index]
@@ -77,17 +80,12 @@ def _example(rng: random.Random, split: str, templates: str, start: int) -> Task
     )
 
 
-def sample(rng: random.Random, split: str, templates: str) -> TaskExample:
-    """One prompt of `split`, start years drawn uniformly; `templates` is "seen" or "unseen"."""
-    return _example(rng, split, templates, rng.choice(start_years(split)))
-
-
 def document(rng: random.Random, split: str) -> str:
     """The sentence completed with a later year, uniform over the right ones; one in twelve ends in the next century."""
     years = start_years(split)
     if rng.random() < LATE_SHARE:
         years = [year for year in years if year % 100 >= LATE_FROM]
-    example = _example(rng, split, "seen", rng.choice(years))
+    example = sample(rng, split, "seen", years)
     if split == "train" and rng.random() < LOOSE_SHARE:
         start = f"{loose_words(rng, 0, 4)}{example.meta['content']} {loose_words(rng, 1, 5)}"
         return f"{start[0].upper()}{start[1:]}{example.meta['content'][:2]}{rng.choice(example.answers)}."

@@ -8,7 +8,6 @@
 Both keep weights at some token counts on the way (units.py, `Trajectory`).
 """
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,7 +19,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from swd_lens.base.divergence import kl, log_probabilities
-from swd_lens.base.errors import TrainError
 from swd_lens.hosts import Host, Start
 from swd_lens.hosts.frozen import frozen
 from swd_lens.hosts.predictions import Predictions
@@ -32,7 +30,6 @@ from swd_lens.train.baselines.masks import Draws, Masking, adversary_of
 from swd_lens.train.baselines.units import Trajectory
 from swd_lens.train.baselines.vpd import Vpd, clip_components, reconstruct, total_loss
 from swd_lens.train.engine import Fit, Logged, autocast
-from swd_lens.train.folder import TrainingFolder
 from swd_lens.units.projection import UnitHookPoint
 
 _WHILE_TRAINING = "while a baseline is trained on this host: it stands for the weights that it would rewrite"
@@ -66,14 +63,6 @@ class CoderFit(Fit):
             loss, logged = self.loss(rows, step)
         loss.backward()
         return float(loss.detach()), logged
-
-    def require_finite(self, loss: float, step: int, rate: float, folder: TrainingFolder | None) -> None:
-        if math.isfinite(loss):
-            return
-        kept = "" if folder is None else f" {folder.path} keeps {folder.kept('step')}."
-        raise TrainError(
-            f"step {step} of {self.spec.steps}: the loss is {loss}, at learning rate {rate:.3g}.{kept} Lower learning_rate"
-        )
 
     def keep(self, tokens: int) -> None:
         self._before_step()  # what is kept is as the next step would find it

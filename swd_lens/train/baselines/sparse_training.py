@@ -262,6 +262,7 @@ class SparseFit(Fit):
 
     title = "sparse_pretrain"
     unit: ClassVar[str] = "update"
+    advice: ClassVar[str] = "Lower learning_rate, or train without autocast"
 
     def __init__(self, network: Any, spec: SparseSpec, heldout: Rows | None, row_length: int):
         self.network, self.spec, self.steps, self.heldout = network, spec, spec.last, heldout
@@ -281,13 +282,6 @@ class SparseFit(Fit):
             loss.backward()
             total += float(loss.detach().double())
         return total, {}
-
-    def require_finite(self, loss: float, step: int, rate: float, folder: TrainingFolder | None) -> None:
-        if folder is not None and not math.isfinite(loss):
-            raise TrainError(
-                f"update {step}: the loss is {loss}, at learning rate {rate:.3g}. {folder.path} keeps "
-                f"{folder.kept('update')}. Lower learning_rate, or train without autocast"
-            )
 
     def adjust_gradients(self, step: int) -> dict[str, float]:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]

@@ -163,7 +163,9 @@ def _finished(folder: TrainingFolder, units: UnitSet) -> FactorSet:
     if missing := [name for name in units.factors if name not in tuned]:
         reason = f"no factors for {', '.join(missing)}"
         raise ResumeError(damaged(folder.path / _FACTORS, "this run's result", reason))
-    return FactorSet({name: replace(tuned[name], weight=f.weight) for name, f in units.factors.items()}, tuned.provenance)
+    return FactorSet(
+        {name: replace(tuned[name], weight=f.weight) for name, f in units.factors.items()}, tuned.provenance
+    )
 
 
 def _checked_rows(rows: Rows, batch_size: int, what: str) -> Rows:

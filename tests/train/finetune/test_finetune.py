@@ -282,7 +282,7 @@ def test_dropout_is_refused():
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(toy, tmp_path):
     model, factors = toy
     before = everything(model)
-    with pytest.raises(FinetuneError, match=r"step \d+ of 6: .*at learning rate .* keeps the values of step \d+"):
+    with pytest.raises(FinetuneError, match=r"step \d+ of 6: .*at learning rate .* keeps step \d+"):
         finetune(
             model,
             factors,
