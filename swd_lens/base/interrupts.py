@@ -98,23 +98,25 @@ class _Handler:
         self._since: float | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.wanted_by and is_unparted(frame) and not self._waited_long():
-            if not self._waiting:
-                self._waiting.append(number)
-                _thread.start_new_thread(self._send_again, ())  # threading's own locks may be held where this comes
-            return
+        if self.wanted_by and is_unparted(frame):
+            now = time.monotonic()
+            self._since = now if self._since is None else self._since
+            if now - self._since <= PATIENCE:
+                if not self._waiting:
+                    self._waiting.append(number)
+                    _thread.start_new_thread(self._send_again, ())  # threading's own locks may be held where this comes
+                return
         self._since = None
         self.former(number, frame)
 
-    def _waited_long(self) -> bool:
-        now = time.monotonic()
-        self._since = now if self._since is None else self._since
-        return now - self._since > PATIENCE
-
     def _send_again(self) -> None:
         time.sleep(_AGAIN)
-        if self._take():
-            _interrupt()
+        if not self._take():
+            return
+        if hasattr(signal, "pthread_kill"):  # as Ctrl-C does: what the main thread waits for (a lock, a pipe) ends
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        else:
+            signal.raise_signal(signal.SIGINT)
 
     def _take(self) -> bool:
         try:
@@ -133,14 +135,6 @@ class _Handler:
         self._since = None
         if self._take():
             self.former(_SIGINT, sys._getframe())
-
-
-def _interrupt() -> None:
-    """As Ctrl-C does: what the main thread waits for (a lock, a pipe) ends."""
-    if hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-    else:
-        signal.raise_signal(signal.SIGINT)
 
 
 @unparted

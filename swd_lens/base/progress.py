@@ -34,7 +34,7 @@ def ipython() -> Any:
 
 
 class Lines:
-    """What this package uses of tqdm, as lines of text on stderr; arguments as there."""
+    """A stand-in for tqdm, as far as this package uses it, that prints lines of text to stderr; arguments as there."""
 
     def __init__(
         self,
@@ -86,13 +86,13 @@ class Lines:
         self.began = self.updated = time.monotonic()
 
     def set_postfix_str(self, text: str, refresh: bool = True) -> None:
-        """What a line ends in; a line now, where one is due: the next step may take minutes."""
+        """Set the end of a line; print one now, where one is due: the next step may take minutes."""
         self.postfix = text
         if refresh:
             self._tell()
 
     def set_postfix(self, values: Mapping[str, Any], refresh: bool = True) -> None:
-        """The same, of names and values."""
+        """Set the end of a line from names and values."""
         self.postfix = ", ".join(f"{name}={value}" for name, value in values.items())
 
     def close(self) -> None:

@@ -119,23 +119,16 @@ class _Call(Undo):
     def make_plain(self) -> None:
         """Plain settings until the call ends."""
         hold_back_interrupts(self.push)
-        self.push(self._leave)
+        self.push(functools.partial(setattr, _thread, "call", None))
         _thread.call = self
         self.push(self._give_back_settings)
-        self._take_settings()
-        self._make_thread_plain()
-
-    def _leave(self) -> None:
-        _thread.call = None
-
-    def _take_settings(self) -> None:
-        """What the whole process has: default dtype, precision of products."""
-        with _lock:
+        with _lock:  # the whole process has these: default dtype, precision of products
             _calls.add(self)
             if (dtype := torch.get_default_dtype()) is not torch.float32:
                 _settings.push(functools.partial(torch.set_default_dtype, dtype))
                 torch.set_default_dtype(torch.float32)
             _highest_precision(_settings.push)
+        self._make_thread_plain()
 
     def _give_back_settings(self) -> None:
         with _lock:
@@ -144,7 +137,7 @@ class _Call(Undo):
                 _settings.run()
 
     def _make_thread_plain(self) -> None:
-        """What each thread has for itself: inference mode, autocast, the default device."""
+        """Change what each thread has for itself: inference mode, autocast, the default device."""
         autocast = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
         self.push(functools.partial(_give_back_modes, torch.is_grad_enabled(), autocast))
         contexts: list[AbstractContextManager[Any]] = []
@@ -162,7 +155,7 @@ class _Call(Undo):
 
 
 def _give_back_modes(grad: bool, autocast: list[str]) -> None:
-    """Of this thread, as the caller had them: an interrupt may have kept a context of ours from being left."""
+    """Set this thread's modes as the caller had them: an interrupt may have kept a context of ours from being left."""
     torch._C._set_grad_enabled(grad)
     for device in _DEVICES:
         if torch.is_autocast_enabled(device) != (device in autocast):

@@ -226,6 +226,11 @@ def test_a_finished_run_is_read_where_nobody_may_write(kind, monkeypatch):
     monkeypatch.setattr(module, "writing", lambda *_, **__: pytest.fail("written"))
     monkeypatch.setattr(module, "require_writable", lambda *_: pytest.fail("written"))
     assert train(kind, folder) == result
+    if kind == "finetune":  # the dense weights are remembered, too
+        tuned = finetune(
+            *factorized("hooked"), ROWS, out=folder, heldout=HELD, steps=7, batch_size=5, learning_rate=3e-3
+        )
+        assert all(f.weight is factorized("hooked")[1][site].weight for site, f in tuned.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
