@@ -96,10 +96,7 @@ class DensePredictions:
     """
 
     def __init__(
-        self,
-        logits: Float[Tensor, "batch pos vocab"],
-        tokens: Int[Tensor, "batch pos"],
-        buffers: Buffers | None = None,
+        self, logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"], buffers: Buffers | None = None
     ):
         self.buffers = buffers or Buffers()
         with torch.no_grad():

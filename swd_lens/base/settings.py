@@ -53,17 +53,9 @@ class Bounds:
         return " and ".join(part for part in (low, high) if part)
 
 
-def setting(
-    default: Any,
-    *,
-    above: float | int | None = None,
-    at_least: float | int | None = None,
-    below: float | int | None = None,
-    at_most: float | int | None = None,
-    one_of: tuple[Any, ...] | None = None,
-) -> Any:
-    """A field of `Settings` with its default and bounds."""
-    return field(default=default, metadata={"bounds": Bounds(above, at_least, below, at_most, one_of)})
+def setting(default: Any, **bounds: Any) -> Any:
+    """A field of `Settings` with its default and bounds, named as the fields of `Bounds`."""
+    return field(default=default, metadata={"bounds": Bounds(**bounds)})
 
 
 @dataclass(frozen=True)

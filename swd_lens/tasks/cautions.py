@@ -58,16 +58,20 @@ class Cautions:
         if prompt.endswith(" "):
             self.with_space[prompt] = None
         for text in (*example.answers, *example.distractors):
-            # Glued to the prompt's last word, while it is a token with its space, too.
-            if _has_case(text[:1]) and (_has_case(prompt[-1:]) or prompt[-1:].isdigit()):
-                alone, spaced = self.tokenizer.short(text), self.tokenizer.short(" " + text)
-                if len(alone) == 1 and len(spaced) == 1 and alone != spaced:
-                    self.glued[prompt, text] = None
-                    break
+            if self.goes_on_the_word(prompt, text):
+                self.glued[prompt, text] = None
+                break
         decode = self.tokenizer.tokenizer.decode
         inside = [token for token in answers if token in ids and decode([token]).strip()[:1].isalpha()]
         if inside and not any(token in ids for token in distractors):
             self.given_away[prompt, decode([inside[0]])] = None
+
+    def goes_on_the_word(self, prompt: str, answer: str) -> bool:
+        """Whether an answer would be glued to the prompt's last word, while it is a token with its space, too."""
+        if not (_has_case(answer[:1]) and (_has_case(prompt[-1:]) or prompt[-1:].isdigit())):
+            return False
+        alone, spaced = self.tokenizer.short(answer), self.tokenizer.short(" " + answer)
+        return len(alone) == 1 and len(spaced) == 1 and alone != spaced
 
     def warn(self, what: str) -> None:
         """One TextWarning for each kind that was found.

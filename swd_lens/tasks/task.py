@@ -453,12 +453,7 @@ class TaskBuilder:
 
 
 def _examples(
-    name: str,
-    prompts: Any,
-    answers: Any,
-    distractors: Any,
-    corrupt: Any,
-    metric: Callable[..., Any] | None,
+    name: str, prompts: Any, answers: Any, distractors: Any, corrupt: Any, metric: Callable[..., Any] | None
 ) -> list[TaskExample]:
     if metric is None and (answers is None or distractors is None):
         raise TaskError(f"task {quoted(name)} needs answers and distractors for every prompt, or a metric function")

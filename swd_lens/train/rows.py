@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from swd_lens.base.errors import TrainError
 from swd_lens.factorization.checkpoint import tokens_fingerprint
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.text import as_rows
@@ -99,6 +100,25 @@ def rows_of(tokens: Any, model: Any, streamed: tuple[type, ...] = (TokenStream, 
     if isinstance(tokens, streamed):
         return Streamed(as_stream(tokens, model))
     return Shuffled(as_rows(tokens, model))
+
+
+def rows_for(name: str, n_tokens: int, rows: Rows, *, shortest: int = 1) -> int:
+    """The number of whole rows that make a step's tokens.
+
+    Args:
+        name: of the setting that says how many tokens.
+        shortest: the least length of a row.
+
+    Raises:
+        TrainError: they do not divide, or the text has too few rows, or too short ones.
+    """
+    n_rows, left = divmod(n_tokens, rows.row_length)
+    if left or n_rows > rows.n_rows or rows.row_length < shortest:
+        raise TrainError(
+            f"{name}={n_tokens} cannot be made of these {rows.n_rows} rows of {rows.row_length} tokens; give a multiple of the "
+            f"row length ({shortest} or more), and at least as many rows as one step takes"
+        )
+    return n_rows
 
 
 # ---------------------------------------------------------------------------------------------- processes

@@ -28,6 +28,7 @@ def test_a_group_has_one_length_template_and_order_and_is_filled_up(default_mode
     assert alone.drawn == 0 and alone.split.examples[0] == task.train.examples[3]
 
 
+@pytest.mark.filterwarnings("ignore::swd_lens.base.errors.TextWarning")
 def test_roles_are_the_tokens_that_all_share_or_what_they_answer():
     host = FakeHost()
     texts = [("the cat sat he", "cat", "dog"), ("the dog sat she", "dog", "cat"), ("the cat sat she", "cat", "dog")]

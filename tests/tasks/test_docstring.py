@@ -2,9 +2,7 @@
 
 import re
 
-from swd_lens.tasks.generators import (
-    generate,
-)
+from swd_lens.tasks.generators import generate
 
 
 def test_docstring_answer_is_the_next_argument():

@@ -3,14 +3,7 @@
 import pytest
 
 from swd_lens.base.errors import UnknownWordsWarning
-from swd_lens.tasks.encoding import (
-    UnknownWords,
-    adds_bos,
-    begins_with_bos,
-    special_ids,
-    stop_tokens,
-    vocabulary_hash,
-)
+from swd_lens.tasks.encoding import UnknownWords, adds_bos, begins_with_bos, special_ids, stop_tokens, vocabulary_hash
 from tests.tasks.test_task import WORDS, FakeHost
 
 

@@ -3,11 +3,7 @@
 import random
 import re
 
-from swd_lens.tasks.generators import (
-    generate,
-    training_document,
-    words,
-)
+from swd_lens.tasks.generators import generate, training_document, words
 
 
 def test_pronoun_follows_from_the_name_and_test_names_are_in_no_training_question():

@@ -2,9 +2,7 @@
 
 import re
 
-from swd_lens.tasks.generators import (
-    generate,
-)
+from swd_lens.tasks.generators import generate
 
 
 def test_greater_than_sides_are_strict():

@@ -2,10 +2,7 @@
 
 import re
 
-from swd_lens.tasks.generators import (
-    generate,
-    words,
-)
+from swd_lens.tasks.generators import generate, words
 
 
 def test_ioi_answer_is_the_name_said_once():

@@ -6,13 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from swd_lens.tasks.generators import (
-    FAMILIES,
-    content_of,
-    generate,
-    training_document,
-    words,
-)
+from swd_lens.tasks.generators import FAMILIES, content_of, generate, training_document, words
 from swd_lens.tasks.generators.words import SPLITS
 from tests.tasks.test_generators import GPT2, names_of
 

@@ -34,7 +34,7 @@ from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_REC
 from swd_lens.train.baselines.units import INDEX, LearnedUnits, Trajectory, coders_of, forget, write_index
 from swd_lens.train.engine import Engine
 from swd_lens.train.folder import TrainingFolder, require_possible
-from swd_lens.train.rows import Rows, rows_of
+from swd_lens.train.rows import rows_for, rows_of
 from swd_lens.units import described, matrices_of, require_detached, require_free
 
 # Lines of log that a run has at least, where it has so many steps; at most twice as many.
@@ -222,7 +222,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
     keep = kept_steps(spec, how.keep)
     rows = rows_of(tokens, model)
     warn_without_bos(model, as_stream(tokens, model), "training tokens")
-    rows_per_step = _rows_per_step(spec, rows)
+    n_rows = rows_for("tokens_per_step", spec.tokens_per_step, rows)
     require_no_dropout(model)
     host = host_of(model)
     parts = matrices_of(host, site) if spec.per_matrix else [site]
@@ -260,7 +260,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
             forget(folder.path)
         trajectory = Trajectory(None if folder is None else folder.path, provenance)
         with torch.enable_grad():
-            first = next(rows.batches(rows_per_step, spec.seed, 0))
+            first = next(rows.batches(n_rows, spec.seed, 0))
             kept = None
             if not spec.inside(site.kind):
                 own = None if folder is None else folder.path
@@ -268,7 +268,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
                 kept = kept_activations(host, site, rows, spec.steps * spec.tokens_per_step, own, shared)
             fit = _fit(host, site, parts, trajectory, spec, first, kept)
             log_every = max(1, spec.steps // _LOG_LINES)
-            engine = Engine(fit, rows, rows_per_step, folder, how.checkpoint_every, log_every=log_every, keep=keep)
+            engine = Engine(fit, rows, n_rows, folder, how.checkpoint_every, log_every=log_every, keep=keep)
             engine.run(progress=how.progress)
         log = pd.DataFrame(engine.lines)
         if folder is not None:
@@ -298,26 +298,6 @@ def _fit(
     if spec.inside(site.kind):
         return HostFit(host, site, coders, trajectory)
     return LocalFit(host, site, coders[site], trajectory, first, kept)
-
-
-def _rows_per_step(spec: TrainSpec, rows: Rows) -> int:
-    """Whole rows that make a step's tokens.
-
-    Raises:
-        TrainError: they do not divide, or the text has too few of them.
-    """
-    n_rows, left = divmod(spec.tokens_per_step, rows.row_length)
-    if left:
-        raise TrainError(
-            f"tokens_per_step={spec.tokens_per_step} is no multiple of the rows' {rows.row_length} tokens; take "
-            f"{max(1, n_rows) * rows.row_length}"
-        )
-    if rows.n_rows < n_rows:
-        raise TrainError(
-            f"tokens has {rows.n_rows} rows of {rows.row_length} tokens, a step of tokens_per_step={spec.tokens_per_step} "
-            f"takes {n_rows}; give more text, or a smaller tokens_per_step"
-        )
-    return n_rows
 
 
 def kept_steps(spec: TrainSpec, keep: Iterable[int] | int | None) -> frozenset[int]:

@@ -46,7 +46,7 @@ from swd_lens.train.baselines.sparse_network import (
 from swd_lens.train.baselines.spec import DEFAULT, recipe
 from swd_lens.train.engine import Engine, Fit, autocast, normalized, root_mean_square
 from swd_lens.train.folder import TrainingFolder, require_possible
-from swd_lens.train.rows import Rows, rows_of
+from swd_lens.train.rows import Rows, rows_for, rows_of
 
 MODEL = "model"
 # Logits held at once, in numbers: 2^26 are 268 MB in float32, and some four such tensors live at a time.
@@ -210,7 +210,7 @@ def sparse_pretrain(
     limits = SimpleNamespace(cfg=SimpleNamespace(d_vocab=shape.vocab_size, n_ctx=shape.n_positions))
     rows = rows_of(tokens, limits)
     heldout_rows = None if heldout is None else rows_of(heldout, limits)
-    rows_per_update = _rows_per_update(spec, rows)
+    n_rows = rows_for("tokens_per_update", spec.tokens_per_update, rows, shortest=2)
     eval_every = eval_every or max(1, spec.last // 20)
     hashes = {
         "tokens_sha256": rows.fingerprint(),
@@ -229,23 +229,13 @@ def sparse_pretrain(
         with torch.enable_grad():
             fit = SparseFit(network.to(torch.device(device)), spec, heldout_rows, rows.row_length)
             every = None if heldout_rows is None else eval_every
-            engine = Engine(fit, rows, rows_per_update, folder, checkpoint_every, every)
+            engine = Engine(fit, rows, n_rows, folder, checkpoint_every, every)
             engine.run(progress=progress)
         bos = tokenizer.bos_token_id
         with_bos = bos is not None and bool((next(rows.all(4))[:, 0] == bos).all())
         files = save(network, tokenizer, with_bos, folder.path / MODEL)
         folder.end({**nonzeros(network), "tokens": engine.tokens, **engine.lines[-1]}, files)
         return _finished(folder)
-
-
-def _rows_per_update(spec: SparseSpec, rows: Rows) -> int:
-    n_rows, left = divmod(spec.tokens_per_update, rows.row_length)
-    if left or n_rows > rows.n_rows or rows.row_length < 2:
-        raise TrainError(
-            f"tokens_per_update={spec.tokens_per_update} cannot be made of these {rows.n_rows} rows of {rows.row_length} "
-            "tokens; give a multiple of the row length (2 or more), and at least as many rows as one update takes"
-        )
-    return n_rows
 
 
 def _finished(folder: TrainingFolder) -> SparsePretrained:

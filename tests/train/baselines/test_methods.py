@@ -264,9 +264,9 @@ def test_what_is_kept(model):
 def test_what_cannot_be_trained_is_refused(model):
     with pytest.raises(TrainError, match=r"'mlp_out' names 2 sites .*; a baseline is trained on one"):
         baselines.transcoder(model, "mlp_out", TOKENS, **SAME)
-    with pytest.raises(TrainError, match="is no multiple of the rows' 10 tokens; take 50"):
+    with pytest.raises(TrainError, match="tokens_per_step=55 cannot be made of these 24 rows of 10 tokens"):
         train(model, "transcoder", tokens_per_step=55)
-    with pytest.raises(TrainError, match="has 24 rows of 10 tokens, a step of tokens_per_step=500 takes 50"):
+    with pytest.raises(TrainError, match="tokens_per_step=500 cannot be made of these 24 rows of 10 tokens"):
         train(model, "transcoder", tokens_per_step=500, n_tokens=500)
     with pytest.raises(TrainError, match="for fidelity='kl' call vpd_kl"):
         train(model, "vpd_recon", fidelity="kl")
