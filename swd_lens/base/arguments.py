@@ -42,7 +42,7 @@ _TAKES = {
 
 @unparted  # it comes before the first line of a call, which may be one that takes units out
 def check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Do nothing if each argument may stand where it does.
+    """Require that each argument may stand where it does.
 
     Raises:
         TypeError: one that belongs elsewhere, or too many by position.

@@ -74,7 +74,7 @@ _holders: WeakKeyDictionary[Any, _Holder] = WeakKeyDictionary()
 
 
 def hold(model: Any, call: str, push: Push) -> None:
-    """This thread uses the host until the step that is pushed has been run.
+    """Give the host to this thread until the pushed step has been run.
 
     Args:
         call: the function for which it is held, as others are told: "attach".
@@ -87,7 +87,7 @@ def hold(model: Any, call: str, push: Push) -> None:
 
 @joint
 def take(model: Any, call: str, reason: object, push: Push) -> None:
-    """This thread uses the host, for this reason as well, until the step that is pushed has been run.
+    """Give the host to this thread, for one reason more, until the pushed step has been run.
 
     Raises:
         HostInUseError: another thread uses it, or is in a forward of it that does not end.

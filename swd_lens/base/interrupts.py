@@ -126,7 +126,7 @@ class _Handler:
         return True
 
     def leave(self, reason: _Reason) -> None:
-        """One less who wants it; with the last it goes, and an interrupt that waits comes now."""
+        """Drop one reason; with the last the handler goes, and an interrupt that waits comes now."""
         self.wanted_by.discard(reason)
         if self.wanted_by or threading.current_thread() is not threading.main_thread():
             return
@@ -139,9 +139,9 @@ class _Handler:
 
 @unparted
 def hold_back_interrupts(push: Push) -> None:
-    """Until the step that is pushed has been run, Ctrl-C waits where it would part what belongs together.
+    """Make Ctrl-C wait where it would part what belongs together, until the pushed step has been run.
 
-    Push it before all else: then it is run last.
+    Call this before all other pushes: then its step is run last.
     """
     if threading.current_thread() is not threading.main_thread():
         return

@@ -133,7 +133,7 @@ class SavedRecord(Record):
 
 
 def checked(record: str, values: Any, kinds: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any]:
-    """The values of a result that is read by hand, those named in `kinds` as these types have them.
+    """Convert the values of a result that is read by hand: those named in `kinds` become these types.
 
     Args:
         record: what it is called in messages.

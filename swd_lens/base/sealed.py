@@ -60,7 +60,7 @@ def missing(path: object, what: str) -> str:
 
 
 def unseal(values: Any, path: str | Path, what: str, raised_as: type[Exception] = ValueError) -> dict[str, Any]:
-    """The values without their hash, which is checked; a missing hash is warned of.
+    """Check the hash of the values and take it off; a missing hash is warned of.
 
     Args:
         path: where they were read, for messages.
@@ -108,7 +108,7 @@ def read_json(path: Path, what: str, raised_as: type[Exception] = ValueError) ->
 
 @contextmanager
 def readable(path: str | Path, what: str, raised_as: type[Exception] = ValueError) -> Iterator[None]:
-    """Whatever is raised while a damaged file is read becomes one error; a missing file stays a FileNotFoundError.
+    """Turn whatever is raised while a damaged file is read into one error; a missing file stays a FileNotFoundError.
 
     What `raised_as` and its subclasses say already (other than ValueError itself) is let through.
     """
@@ -256,7 +256,7 @@ def hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def require_hashes(folder: Path, hashes: Mapping[str, str], what: str, raised_as: type[Exception] = ValueError) -> None:
-    """Do nothing if the folder holds these files as they were written.
+    """Require that the folder holds these files as they were written.
 
     Raises:
         raised_as: one is missing, has other bytes, or its name leads out of the folder.

@@ -1,4 +1,4 @@
-"""Surroundings: a caller's settings of torch that would change numbers, and other threads. Functions of swd_lens see neither.
+"""with_torch_defaults: shields functions of swd_lens from a caller's torch settings that would change numbers, and other threads.
 
 1. `with_torch_defaults` marks a function, or every public method, operator and property of a class. While the outermost
    marked call of a thread runs, the default dtype is float32, the default device the CPU, autocast and inference mode are off,
@@ -58,7 +58,7 @@ _thread = _Thread()
 
 
 def with_torch_defaults(marked: Marked) -> Marked:
-    """Marks a function, or in place a class, see the module's docstring; generators of a class are left as they are."""
+    """Mark a function, or in place a class (see the module's docstring); generators of a class are left as they are."""
     if isinstance(marked, type):
         for name, member in list(vars(marked).items()):
             if not name.startswith("_") or name in _OPERATORS:
@@ -196,7 +196,7 @@ def _set_precision(of_process: str | None, of_backends: dict[Any, str]) -> None:
 
 @interrupts.joint
 def claim(model: Any) -> None:
-    """The marked call that runs uses this host until it ends; outside of one nothing is done.
+    """Give this host to the marked call that runs, until it ends; outside of one nothing is done.
 
     Raises:
         HostInUseError: another thread uses it.

@@ -76,7 +76,7 @@ def writing_file(path: str | Path, call: str, *, wait: bool = False) -> Iterator
 
 
 def require_writable_file(path: str | Path) -> None:
-    """Do nothing if this file can be written into its folder.
+    """Require a file that can be written into its folder.
 
     Raises:
         OSError: it is a folder, or its folder cannot be made, written or locked.
@@ -125,7 +125,7 @@ def read_beside_writer(folder: Path, read: Callable[[], Value]) -> Value:
 
 
 def require_writable(folder: str | Path, n_bytes: int = 0) -> None:
-    """Do nothing if the folder can be made, written and locked and its disk has room for so many bytes.
+    """Require a folder that can be made, written and locked, on a disk with room for so many bytes.
 
     Raises:
         OSError: it is a file, lies below one, cannot be written or locked, or the disk is too small.
@@ -193,7 +193,7 @@ def _locked(target: Path, lock_file: Path, holder_file: Path, call: str, patienc
 
 
 def _in_use(target: Path, lock_file: Path, holder_file: Path) -> Exception:
-    """Who holds the target, in words; nobody is named where the holder has not said so yet."""
+    """The error that says who holds the target; nobody is named where the holder has not said so yet."""
     try:
         holder = json.loads(holder_file.read_text(encoding="utf-8"))
         who = f"{holder['call']} (process {holder['process']} on {holder['machine']}, since {holder['since']})"

@@ -74,7 +74,7 @@ class Cautions:
         return len(alone) == 1 and len(spaced) == 1 and alone != spaced
 
     def warn(self, what: str) -> None:
-        """One TextWarning for each kind that was found.
+        """Warn once for each kind that was found.
 
         Args:
             what: whose prompts, for the messages.

@@ -118,7 +118,7 @@ class UnknownWords:
         self.tokenizer, self.words = tokenizer, dict[str, None]()
 
     def see(self, text: str, ids: Sequence[int]) -> None:
-        """Note those of a text, given its ids."""
+        """Note the unknown words of a text, given its ids."""
         unknown = getattr(self.tokenizer, "unk_token_id", None)
         # Where a tokenizer has no token for unknown words it often calls another one so (GPT-2: "<|endoftext|>").
         if unknown is None or unknown not in ids or self.tokenizer.unk_token in text:
@@ -136,7 +136,7 @@ class UnknownWords:
         return [text[start:end].strip() or text[start:end] for token, (start, end) in spans if token == unknown]
 
     def warn(self, what: str) -> None:
-        """One UnknownWordsWarning that names them, if there are any.
+        """Warn once, naming the words, if there are any.
 
         Args:
             what: whose text it is, for the message.

@@ -66,7 +66,7 @@ class Fit(ABC):
 
     @abstractmethod
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave; other names may stand beside its own."""
+        """Restore what `state` gave; other names may stand beside its own."""
 
     def start(self) -> dict[str, float] | None:
         """Do the part of the start that a resumed run leaves out; returns the log of step 0, or None for no such line."""
@@ -145,7 +145,7 @@ class Engine:
         return self.step * self.rows_per_step * self.rows.row_length
 
     def run(self, *, progress: bool) -> None:
-        """From the folder's checkpoint, or from the start, to the last step."""
+        """Train to the last step, from the folder's checkpoint or from the start."""
         checkpoint = None if self.folder is None else self.folder.checkpoint()
         if checkpoint is not None:
             self._resume(checkpoint)
@@ -168,7 +168,7 @@ class Engine:
                 bar.update()
 
     def advance(self, rows: Int[Tensor, "_rows pos"]) -> None:
-        """One step, with its line of log and, where one is due, its checkpoint."""
+        """Take one step; write its line of log and, where one is due, its checkpoint."""
         number = self.step + 1
         scheduled = self.fit.schedule(number)
         rate = scheduled["learning_rate"]

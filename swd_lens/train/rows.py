@@ -35,7 +35,7 @@ class Shuffled:
         self.n_rows, self.row_length = rows.shape
 
     def batches(self, batch_size: int, seed: int, done: int) -> Iterator[Int[Tensor, "_rows pos"]]:
-        """Without end: the batches of step done + 1, done + 2, ..."""
+        """Yield the batches of step done + 1, done + 2, ..., without end."""
         start = done * batch_size
         while True:
             positions = [divmod(start + i, self.n_rows) for i in range(batch_size)]  # of the passes laid end to end
@@ -168,6 +168,6 @@ class Processes:
         return bool(self.total([torch.tensor(float(flag and self.main))])[0])
 
     def wait(self) -> None:
-        """Until every process is here."""
+        """Wait until every process is here."""
         if self._state is not None:
             self._state.wait_for_everyone()

@@ -113,7 +113,7 @@ class OneShot:
         return {}
 
     def load_state(self, named: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` gave."""
+        """Restore what `state` gave."""
 
 
 class Persistent:

@@ -202,7 +202,7 @@ def save(network: Any, tokenizer: Any, with_bos: bool, folder: Path) -> list[str
 
 
 def forget(folder: Path) -> None:
-    """Take a checkpoint away: weights and words, and nothing else that may lie there."""
+    """Remove a checkpoint: weights and tokenizer files, and nothing else that may lie there."""
     if folder.is_dir():
         remove_remains(folder)
     for pattern in _CHECKPOINT_FILES:

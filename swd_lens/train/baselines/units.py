@@ -313,7 +313,7 @@ def write_index(folder: Path, provenance: Mapping[str, Any], checkpoints: Trajec
 
 
 def forget(folder: Path) -> None:
-    """Take a folder's units away: the index first, so that nobody reads what is only half there."""
+    """Remove a folder's units: the index first, so that nobody reads what is only half there."""
     (folder / INDEX).unlink(missing_ok=True)
     _remove_weights(folder, set())
 
