@@ -47,7 +47,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 # No tensors in them, or nothing but fields.
 _NOTHING_TO_COMPUTE = {
-    *("Site", "TaskExample", "Estimate", "QKPair", "QKCase", "SparseSpec", "TranscoderSpec", "VpdSpec", "FinetuneSpec"),
+    *("Site", "TaskExample", "Estimate", "QKPair", "QKCase", "SparseSpec", "TranscoderSpec", "VpdSpec", "FinetuneSpec")
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from swd_lens.base.errors import legible
+from swd_lens.base.errors import legible, quoted
 from swd_lens.base.interrupts import unparted
 
 # Class -> what it is; by name, since these classes are above this room.
@@ -42,7 +42,7 @@ _TAKES = {
 
 @unparted  # it comes before the first line of a call, which may be one that takes units out
 def check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Do nothing if each argument may stand where it does.
+    """Require that each argument may stand where it does.
 
     Raises:
         TypeError: one that belongs elsewhere, or too many by position.
@@ -51,13 +51,14 @@ def check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
     shown = positional[1:] if positional[:1] in (("self",), ("cls",)) else positional
     if positional and len(args) > len(positional):
         taken = ", ".join([*shown, *(f"{name}=" for name in named[:4])]) + (", ..." if len(named) > 4 else "")
-        surplus = _brief(args[len(positional)])
+        value = args[len(positional)]
+        surplus = quoted(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
         call = function.__qualname__
         raise TypeError(
-            f"{call} takes {len(shown)} arguments by position, {surplus} is one too many: name it. {call}({legible(taken)})"
+            f"{call} takes {len(shown)} arguments by position; pass {surplus} by keyword: {call}({legible(taken)})"
         )
     for name, value in (*zip(positional, args, strict=False), *kwargs.items()):
-        kind = _kind_of(value)
+        kind = next((_KINDS[cls.__name__] for cls in type(value).__mro__ if cls.__name__ in _KINDS), None)
         if kind is not None and name in _TAKES and kind not in _TAKES[name]:
             raise TypeError(
                 f"{function.__name__}({', '.join(shown)}) takes its arguments in this order; {name} was given {kind}"
@@ -72,12 +73,3 @@ def _signature(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str
         return (), ()
     by_keyword = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
     return tuple(p.name for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)), by_keyword
-
-
-def _kind_of(value: Any) -> str | None:
-    return next((_KINDS[cls.__name__] for cls in type(value).__mro__ if cls.__name__ in _KINDS), None)
-
-
-def _brief(value: Any) -> str:
-    text = repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
-    return text if len(text) <= 60 else text[:59] + "…"

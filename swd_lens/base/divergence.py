@@ -96,10 +96,7 @@ class DensePredictions:
     """
 
     def __init__(
-        self,
-        logits: Float[Tensor, "batch pos vocab"],
-        tokens: Int[Tensor, "batch pos"],
-        buffers: Buffers | None = None,
+        self, logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"], buffers: Buffers | None = None
     ):
         self.buffers = buffers or Buffers()
         with torch.no_grad():
@@ -140,7 +137,11 @@ class DensePredictions:
                 if that_count is not None:
                     ce_dense, ce, agree = ce_dense[that_count], ce[that_count], agree[that_count]
                 same = float(agree.sum())
-                of_predictions = _kls_over(self.buffers, log_p, log_q)  # writes over log_q
+                # KL of each prediction, in buffers and the memory of log_q.
+                p = torch.exp(log_p, out=self.buffers.take("p", tuple(log_p.shape), log_p.dtype, log_p.device))
+                products = p.mul_(torch.sub(log_p, log_q, out=log_q))
+                in_float64 = self.buffers.take("sum", tuple(products.shape), torch.float64, products.device)
+                of_predictions = in_float64.copy_(products).sum(-1)  # sum(dtype=torch.float64) takes memory of its own
                 of_rows = (of_predictions if that_count is None else of_predictions * that_count).sum(1).cpu()
                 if kls is not None:
                     kls[rows] += of_rows
@@ -171,16 +172,6 @@ def _log_probabilities_in(buffers: Buffers, name: str, logits: Float[Tensor, "*s
     logits = logits if logits.dtype == torch.float64 else logits.float()
     log_p = buffers.take(name, tuple(logits.shape), logits.dtype, logits.device)
     return torch.log_softmax(logits, -1, out=log_p)
-
-
-def _kls_over(
-    buffers: Buffers, log_p: Float[Tensor, "batch pos vocab"], log_q: Float[Tensor, "batch pos vocab"]
-) -> Float[Tensor, "batch pos"]:
-    """KL of each prediction, in float64, in buffers and the memory of log_q."""
-    p = torch.exp(log_p, out=buffers.take("p", tuple(log_p.shape), log_p.dtype, log_p.device))
-    products = p.mul_(torch.sub(log_p, log_q, out=log_q))
-    # What sum(dtype=torch.float64) does in memory of its own.
-    return buffers.take("sum", tuple(products.shape), torch.float64, products.device).copy_(products).sum(-1)
 
 
 def kl_sum(log_p: Float[Tensor, "*shape vocab"], log_q: Float[Tensor, "*shape vocab"]) -> Float[Tensor, ""]:

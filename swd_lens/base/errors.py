@@ -84,7 +84,7 @@ def errors_seen(function: Function) -> Function:
 
 
 def _show_all(raised: BaseException | None) -> None:
-    """Of an error and of all that it was raised from; one's own text stays as it is when shown again."""
+    """Make visible the text of an error and of all that it was raised from; our own text stays as it is."""
     told: set[int] = set()
     waiting = [raised]
     while waiting:

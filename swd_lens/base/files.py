@@ -38,7 +38,7 @@ def atomic(path: Path) -> Iterator[Path]:
         OSError: the disk is full, or it cannot be written; the path is named, whoever said so.
     """
     if fault := fault_of_name(path):  # Python's own error would not name it
-        raise OSError(f"{legible(path)} was not written ({legible(fault)}); what stood there before is unchanged")
+        raise _not_written(path, fault)
     path.parent.mkdir(parents=True, exist_ok=True)
     target = behind_link(path)
     remove_remains(target.parent, target.name)
@@ -73,28 +73,27 @@ def behind_link(path: Path) -> Path:
         return path
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir() or fault_of_name(target):
-        reason = f"it is a link to {target}, which cannot be written"
-        raise OSError(f"{legible(path)} was not written ({legible(reason)}); what stood there before is unchanged")
+        raise _not_written(path, f"it is a link to {target}, which cannot be written")
     return target
+
+
+def _not_written(path: Path, reason: object) -> OSError:
+    return OSError(f"{legible(path)} was not written ({legible(reason)}); what stood there before is unchanged")
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """A failed write whose error names no file, as that of a full disk, becomes an OSError that names this path."""
+    """Turn a failed write whose error names no file, as that of a full disk, into an OSError that names this path."""
     try:
         yield
     except OSError as cause:
         if cause.filename is not None or cause.errno is None:
             raise
-        refusal: Any = OSError(
-            f"{legible(path)} was not written ({legible(cause.strerror)}); what stood there before is unchanged"
-        )
+        refusal = _not_written(path, cause.strerror)
         refusal.errno = cause.errno
         raise refusal from cause
     except SafetensorError as cause:
-        raise OSError(
-            f"{legible(path)} was not written ({legible(cause)}); what stood there before is unchanged"
-        ) from cause
+        raise _not_written(path, cause) from cause
 
 
 @contextmanager
@@ -110,7 +109,11 @@ def workplace_beside(path: Path, mode: int = 0o777) -> Iterator[Path]:
             ends.callback(_clear, place, lock := [])
             place.mkdir(mode)
             with suppress(FileNotFoundError, BlockingIOError):  # one who found no lock yet has removed it: another one
-                lock.append(_lock_in(place))
+                try:
+                    lock.append(take(place / _LOCK))
+                except NoLocks:  # no file either, so that nobody takes it for the lock of one that has died
+                    (place / _LOCK).unlink(missing_ok=True)
+                    lock.append(Lock())
                 (place / _MADE).mkdir()
                 break
         yield place / _MADE
@@ -129,15 +132,6 @@ def remove_remains(folder: Path, name: str = "*") -> None:
                 place.rmdir()
         except OSError:
             continue
-
-
-def _lock_in(place: Path) -> Lock:
-    """A workplace's lock; where there are none, no file either, so that nobody takes it for one that has died."""
-    try:
-        return take(place / _LOCK)
-    except NoLocks:
-        (place / _LOCK).unlink(missing_ok=True)
-        return Lock()
 
 
 def _clear(place: Path, lock: list[Lock]) -> None:

@@ -61,11 +61,11 @@ class _Holder:
             begun = self.begun.get(threading.get_ident())
         return begun is not None and _has(sys._getframe(), begun)
 
-    def refusal(self) -> Exception:
-        """The error for another thread."""
+    def refusal(self, call: str = "", thread: str = "") -> Exception:
+        """The error for another thread; the call that uses the host, and its thread, are the holder's unless given."""
         return HostInUseError(
-            f"this host is used by {self.call} in thread {quoted(self.thread.name)}, since {self.since}. Wait until that "
-            "has ended (units that are attached there: detached), or give each thread a host of its own, "
+            f"this host is used by {call or self.call} in thread {quoted(thread or self.thread.name)}, since {self.since}. "
+            "Wait until that has ended (units that are attached there: detached), or give each thread a host of its own, "
             "copy.deepcopy(model)"
         )
 
@@ -74,7 +74,7 @@ _holders: WeakKeyDictionary[Any, _Holder] = WeakKeyDictionary()
 
 
 def hold(model: Any, call: str, push: Push) -> None:
-    """This thread uses the host until the step that is pushed has been run.
+    """Give the host to this thread until the pushed step has been run.
 
     Args:
         call: the function for which it is held, as others are told: "attach".
@@ -87,7 +87,7 @@ def hold(model: Any, call: str, push: Push) -> None:
 
 @joint
 def take(model: Any, call: str, reason: object, push: Push) -> None:
-    """This thread uses the host, for this reason as well, until the step that is pushed has been run.
+    """Give the host to this thread, for one reason more, until the pushed step has been run.
 
     Raises:
         HostInUseError: another thread uses it, or is in a forward of it that does not end.
@@ -101,11 +101,9 @@ def take(model: Any, call: str, reason: object, push: Push) -> None:
                 del holder.begun[thread]
         if holder.begun and time.monotonic() > until:
             _release(model, holder, reason)
-            raise HostInUseError(
-                f"this host is used by a forward in thread {quoted(_name_of(next(iter(holder.begun))))}, since "
-                f"{holder.since}. Wait until that has ended (units that are attached there: detached), or give each "
-                "thread a host of its own, copy.deepcopy(model)"
-            )
+            number = next(iter(holder.begun))
+            name = next((each.name for each in threading.enumerate() if each.ident == number), str(number))
+            raise holder.refusal("a forward", name)
         time.sleep(_AGAIN)
 
 
@@ -123,7 +121,9 @@ def _entered(model: Any, call: str, reason: object, push: Push) -> _Holder:
             holder.reasons.add(reason)
         if _holders.get(model) is not holder:
             _holders[model] = holder
-            _cover(model)
+            for module, name in _guarded(model):
+                if not isinstance(module.__dict__.get(name), Guard):
+                    module.__dict__[name] = Guard(model, module, name, module.__dict__.get(name))
             holder.begun = _forwards(model)
     return holder
 
@@ -133,7 +133,12 @@ def _release(model: Any, holder: _Holder, reason: object) -> None:
     with _lock:
         holder.reasons.discard(reason)
         if not holder.reasons and _holders.get(model) is holder:
-            _uncover(model)
+            for module, name in _guarded(model):
+                standing = module.__dict__.get(name)
+                if isinstance(standing, Guard) and standing.former is None:
+                    del module.__dict__[name]
+                elif isinstance(standing, Guard):
+                    module.__dict__[name] = standing.former
             del _holders[model]
 
 
@@ -171,12 +176,12 @@ class Guard:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """Of the method, for those who look which arguments a forward takes."""
+        """The method's signature, for those who look which arguments a forward takes."""
         return inspect.signature(self.former or getattr(type(self.module), self.name).__get__(self.module))
 
 
 def own_method(model: Any, name: str) -> Any:
-    """What stands in the model's own __dict__ under this name, guards aside; None where nothing does."""
+    """The entry of the model's own __dict__ under this name, guards aside; None where there is none."""
     standing = model.__dict__.get(name)
     return standing.former if isinstance(standing, Guard) else standing
 
@@ -198,23 +203,6 @@ def _guarded(model: Any) -> Iterator[tuple[Any, str]]:
     yield from ((model, name) for name in GUARDED if hasattr(type(model), name))
     if wrapped is not None:
         yield wrapped, "forward"
-
-
-def _cover(model: Any) -> None:
-    for module, name in _guarded(model):
-        if not isinstance(module.__dict__.get(name), Guard):
-            module.__dict__[name] = Guard(model, module, name, module.__dict__.get(name))
-
-
-def _uncover(model: Any) -> None:
-    for module, name in _guarded(model):
-        standing = module.__dict__.get(name)
-        if not isinstance(standing, Guard):
-            continue
-        if standing.former is None:
-            del module.__dict__[name]
-        else:
-            module.__dict__[name] = standing.former
 
 
 # ---------------------------------------------------------------------------------------------- forwards that run
@@ -250,7 +238,3 @@ def _has(frame: FrameType | None, sought: FrameType) -> bool:
     while frame is not None and frame is not sought:
         frame = frame.f_back
     return frame is not None
-
-
-def _name_of(thread: int) -> str:
-    return next((each.name for each in threading.enumerate() if each.ident == thread), str(thread))

@@ -57,7 +57,7 @@ def says_when_interrupted(function: Function) -> Function:
 
 
 def reached(words: str) -> None:
-    """How far the call that runs is now, to be put behind a verb: ", 3 of 8 matrices finished"."""
+    """Note how far the call that runs is, in words to put behind a verb: ", 3 of 8 matrices finished"."""
     if _running.calls == 1:
         _running.reached = words
 

@@ -98,23 +98,25 @@ class _Handler:
         self._since: float | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.wanted_by and is_unparted(frame) and not self._waited_long():
-            if not self._waiting:
-                self._waiting.append(number)
-                _thread.start_new_thread(self._send_again, ())  # threading's own locks may be held where this comes
-            return
+        if self.wanted_by and is_unparted(frame):
+            now = time.monotonic()
+            self._since = now if self._since is None else self._since
+            if now - self._since <= PATIENCE:
+                if not self._waiting:
+                    self._waiting.append(number)
+                    _thread.start_new_thread(self._send_again, ())  # threading's own locks may be held where this comes
+                return
         self._since = None
         self.former(number, frame)
 
-    def _waited_long(self) -> bool:
-        now = time.monotonic()
-        self._since = now if self._since is None else self._since
-        return now - self._since > PATIENCE
-
     def _send_again(self) -> None:
         time.sleep(_AGAIN)
-        if self._take():
-            _interrupt()
+        if not self._take():
+            return
+        if hasattr(signal, "pthread_kill"):  # as Ctrl-C does: what the main thread waits for (a lock, a pipe) ends
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        else:
+            signal.raise_signal(signal.SIGINT)
 
     def _take(self) -> bool:
         try:
@@ -124,7 +126,7 @@ class _Handler:
         return True
 
     def leave(self, reason: _Reason) -> None:
-        """One less who wants it; with the last it goes, and an interrupt that waits comes now."""
+        """Drop one reason; with the last the handler goes, and an interrupt that waits comes now."""
         self.wanted_by.discard(reason)
         if self.wanted_by or threading.current_thread() is not threading.main_thread():
             return
@@ -135,19 +137,11 @@ class _Handler:
             self.former(_SIGINT, sys._getframe())
 
 
-def _interrupt() -> None:
-    """As Ctrl-C does: what the main thread waits for (a lock, a pipe) ends."""
-    if hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-    else:
-        signal.raise_signal(signal.SIGINT)
-
-
 @unparted
 def hold_back_interrupts(push: Push) -> None:
-    """Until the step that is pushed has been run, Ctrl-C waits where it would part what belongs together.
+    """Make Ctrl-C wait where it would part what belongs together, until the pushed step has been run.
 
-    Push it before all else: then it is run last.
+    Call this before all other pushes: then its step is run last.
     """
     if threading.current_thread() is not threading.main_thread():
         return

@@ -39,7 +39,7 @@ class Lock:
         _locks.add(self)
 
     def free(self) -> None:
-        """Remove the file and free the lock; of a lock that is not held any more, nothing."""
+        """Remove the file and free the lock; does nothing if the lock is no longer held."""
         if not self.held:
             return
         # Removed before it is free, so that the next holder's file never is; Windows removes no file that is open.
@@ -68,7 +68,7 @@ _locks: WeakSet[Lock] = WeakSet()
 
 
 def wanted() -> bool:
-    """Whether folders are locked: not where SWD_LENS_LOCK=0 stands in the environment."""
+    """Whether folders are to be locked; SWD_LENS_LOCK=0 in the environment says no."""
     return os.environ.get(VARIABLE) != "0"
 
 

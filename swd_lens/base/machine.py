@@ -110,7 +110,7 @@ def _system_bytes() -> int | None:
 
 
 def _container_bytes(group: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the cgroup (version 2) that we see leaves; file cache that can be dropped counts as free."""
+    """Memory that the cgroup (version 2) of this process leaves; file cache that can be dropped counts as free."""
     try:
         limit = int((group / "memory.max").read_text())  # "max", no limit, is a ValueError
         used = int((group / "memory.current").read_text())

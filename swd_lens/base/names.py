@@ -20,8 +20,8 @@ OURS = frozenset(
 
 
 def require_names(what: str, names: Iterable[str], ending: str = "") -> None:
-    """Do nothing if these may be names of files or folders beside ours and beside each other; capitals count as small letters,
-    as on some disks.
+    """Require names that files or folders may have beside ours and beside each other; capitals count as small letters, as on
+    some disks.
 
     Args:
         what: they name, for the message: "slug".

@@ -106,23 +106,17 @@ class Panel:
     html: str
 
     def _repr_html_(self) -> str:
-        return (library() if _brings_the_script(_cell()) else "") + self.html
+        cell = _cell()
+        if cell is not None and not _CARRIERS:
+            _CARRIERS.append(cell)
+        return (library() if cell is None or cell in _CARRIERS else "") + self.html
 
 
 _CARRIERS: list[str] = []  # the cell of this process's notebook that brought the script along
 
 
-def _brings_the_script(cell: str | None) -> bool:
-    """Whether the output of a cell (None: nobody says which) holds the script of all panels."""
-    if cell is None:
-        return True
-    if not _CARRIERS:
-        _CARRIERS.append(cell)
-    return cell in _CARRIERS
-
-
 def _cell() -> str | None:
-    """What the front end calls the cell that is run; None outside a notebook, and where cells share no page."""
+    """The front end's name for the cell that is run; None outside a notebook, and where cells share no page."""
     shell = ipython()
     if "google.colab" in sys.modules or not hasattr(shell, "get_parent"):
         return None

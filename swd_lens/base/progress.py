@@ -34,7 +34,7 @@ def ipython() -> Any:
 
 
 class Lines:
-    """What this package uses of tqdm, as lines of text on stderr; arguments as there."""
+    """A stand-in for tqdm, as far as this package uses it, that prints lines of text to stderr; arguments as there."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Lines:
         self.close()
 
     def update(self, n: float | int = 1) -> None:
-        """So much more is done; a line, where one is due."""
+        """Count n more as done; print a line, where one is due."""
         self.n += n
         self.updated = time.monotonic()
         self._tell()
@@ -80,23 +80,23 @@ class Lines:
             print(self, file=sys.stderr, flush=True)
 
     def reset(self, total: float | int | None = None) -> None:
-        """Begin again, of so many."""
+        """Start again from zero, with another total if one is given."""
         self.n, self.initial = 0, 0
         self.total = self.total if total is None else total
         self.began = self.updated = time.monotonic()
 
     def set_postfix_str(self, text: str, refresh: bool = True) -> None:
-        """What a line ends in; a line now, where one is due: the next step may take minutes."""
+        """Set the end of a line; print one now, where one is due: the next step may take minutes."""
         self.postfix = text
         if refresh:
             self._tell()
 
     def set_postfix(self, values: Mapping[str, Any], refresh: bool = True) -> None:
-        """The same, of names and values."""
+        """Set the end of a line from names and values."""
         self.postfix = ", ".join(f"{name}={value}" for name, value in values.items())
 
     def close(self) -> None:
-        """The loop is over."""
+        """Take the loop off the list of those that run."""
         if self in _open:
             _open.remove(self)
 
@@ -134,16 +134,16 @@ class Steps:
         self._kind, self._began = "", time.monotonic()
 
     def where(self) -> str:
-        """Where the call is, to be put behind a verb: in which step, and how many are finished; nothing before the first."""
+        """Words to put behind a verb: the step that the call is in, and how many are finished; "" before the first."""
         number = f"{self.at} of {len(self.kinds)}" if self.complete else str(self.at)
         return f" in step {number} ({self.text}), {self.at - 1} finished" if self.at else ""
 
     def follow(self, kinds: Sequence[str]) -> None:
-        """Those that were not known."""
+        """Add the steps that were not known at first."""
         self.kinds, self.complete = [*self.kinds, *kinds], True
 
     def __call__(self, text: str) -> None:
-        """A step begins, or a part of one."""
+        """Announce that a step begins, or a part of one."""
         kind, now = text.split()[0], time.monotonic()
         if kind not in self.kinds[self.at :]:
             self.tell(f"  {text}")

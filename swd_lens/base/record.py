@@ -9,7 +9,7 @@
 """
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import wraps
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor
 from swd_lens.base import __version__
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import brief, legible, quoted, seen
-from swd_lens.base.sealed import read_sealed, write_sealed
+from swd_lens.base.sealed import read_sealed, readable, write_sealed
 from swd_lens.base.surroundings import with_torch_defaults
 
 AnyRecord = TypeVar("AnyRecord", bound="PlainRecord")
@@ -52,7 +52,7 @@ class PlainRecord:
 
     @classmethod
     def from_dict(cls: type[AnyRecord], values: Any) -> AnyRecord:
-        """What `as_dict` gave, also after JSON.
+        """Build the record that `as_dict` gave, also after JSON.
 
         Raises:
             ValueError: a field is missing or of another kind; the message names it.
@@ -74,15 +74,20 @@ class Record(PlainRecord):
         super().__init_subclass__(**named)
         if "__repr__" in vars(cls):
             whole = seen(cls.__repr__)
+
+            @wraps(whole)
+            def first_lines(self: Any) -> str:
+                return brief(whole(self))
+
             cls.__str__ = whole  # pyright: ignore[reportAttributeAccessIssue]
-            cls.__repr__ = _brief(whole)  # pyright: ignore[reportAttributeAccessIssue]
+            cls.__repr__ = first_lines  # pyright: ignore[reportAttributeAccessIssue]
 
     def title(self) -> str:
         """The card's first line."""
         return repr(self)
 
     def parts(self) -> tuple[Any, ...]:
-        """What stands below the title: figures, tables, panels, lines of text (see `swd_lens.base.display.card`)."""
+        """The card below its title: figures, tables, panels, lines of text (see `swd_lens.base.display.card`)."""
         table = getattr(self, "table", None)
         return () if table is None else (table(),)
 
@@ -92,26 +97,18 @@ class Record(PlainRecord):
         return card(self.title(), *self.parts(), folded_settings(settings))
 
 
-def _brief(whole: Callable[[Any], str]) -> Callable[[Any], str]:
-    """A `__repr__` of the first lines of what another one says."""
-
-    @wraps(whole)
-    def shown(self: Any) -> str:
-        return brief(whole(self))
-
-    return shown
-
-
 class SavedRecord(Record):
     """A record with a JSON file of its own.
 
     Class attributes:
         FORMAT: number of the file's format; a later one is refused.
         WHAT: what such a file is called in messages, "an allocation".
+        ERROR: the class of the errors on files that cannot be read.
     """
 
     FORMAT: ClassVar[int] = 1
     WHAT: ClassVar[str] = "a result"
+    ERROR: ClassVar[type[Exception]] = ValueError
 
     def save(self, path: str | Path) -> None:
         """Write everything to a JSON file, whole or not at all."""
@@ -123,22 +120,20 @@ class SavedRecord(Record):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is not such a file, damaged, or of a later format.
+            ERROR: it is not such a file, damaged, or of a later format.
         """
-        values = read_sealed(Path(path), cls.WHAT)
+        values = read_sealed(Path(path), cls.WHAT, cls.ERROR)
         version = values.get("format")
-        if type(version) is not int:
-            raise ValueError(f"{legible(path)} is not {cls.WHAT}, or damaged (no format)")
-        if version > cls.FORMAT:
-            raise ValueError(f"{legible(path)} has format {version}, newer than this swd_lens; update it")
-        try:
+        if type(version) is int and version > cls.FORMAT:
+            raise cls.ERROR(f"{legible(path)} has format {version}, newer than this swd_lens; update it")
+        with readable(path, cls.WHAT, cls.ERROR):
+            if type(version) is not int:
+                raise ValueError("no format")
             return cls.from_dict(values)
-        except ValueError as cause:
-            raise ValueError(f"{legible(path)} is not {cls.WHAT}, or damaged ({legible(cause)})") from cause
 
 
 def checked(record: str, values: Any, kinds: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any]:
-    """The values of a result that is read by hand, those named in `kinds` as these types have them.
+    """Convert the values of a result that is read by hand: those named in `kinds` become these types.
 
     Args:
         record: what it is called in messages.
@@ -152,11 +147,10 @@ def checked(record: str, values: Any, kinds: Mapping[str, Any], *, optional: boo
         raise ValueError(f"not the values of a {record}: {type(values).__name__} in place of named fields")
     own = dict(values)
     for name, kind in kinds.items():
-        if name not in own:
-            if not optional:
-                its_reason = f"{name} is missing"
-                raise ValueError(f"not the values of a {record}: {legible(its_reason)}")
+        if name not in own and optional:
             continue
+        if name not in own:
+            raise ValueError(f"not the values of a {record}: {legible(name)} is missing")
         try:
             own[name] = _CONVERTER.structure(own[name], kind)
         except Exception as cause:
@@ -166,41 +160,23 @@ def checked(record: str, values: Any, kinds: Mapping[str, Any], *, optional: boo
 
 
 def require_equal(record: str, name: str, value: Any, expected: Any) -> None:
-    """Raises ValueError where a value of a record that was read differs from what others say of it."""
+    """Raise ValueError where a value of a record that was read differs from what others say of it."""
     if value != expected:
-        reason = f"{name} {value} instead of {expected}"
-        raise ValueError(f"not the values of a {record}: {legible(reason)}")
+        raise ValueError(f"not the values of a {record}: {legible(f'{name} {value} instead of {expected}')}")
 
 
 # ---------------------------------------------------------------------------------------------- conversion
 
 
 def _reason(error: BaseException, kind: Any) -> str:
-    """What is wrong with a value; what a record's own checks say, word for word."""
+    """Describe what is wrong with a value; a record's own checks are quoted word for word."""
     own = kind is None and isinstance(error, ValueError)
     return str(error) if own else cattrs.v.format_exception(error, kind)
 
 
-def _is_tensor(kind: Any) -> bool:
-    """A Tensor, also one annotated with its shape by jaxtyping."""
-    return kind is Tensor or getattr(kind, "array_type", None) is Tensor
-
-
-def _is_plain_union(kind: Any) -> bool:
-    return get_origin(kind) in (Union, types.UnionType) and set(get_args(kind)) <= set(_PLAIN)
-
-
-def _structure_number(value: Any, kind: Any) -> float:
-    if value is None:
-        return float("nan")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{quoted(value)} is not a number")
-    return float(value)
-
-
-def _structure_tensor(value: Any, kind: Any) -> Tensor:
-    tensor = torch.tensor(_with_nan(value))
-    return tensor.float() if tensor.is_floating_point() else tensor
+def column(name: str) -> str:
+    """A field's name as the column of a table: words with spaces, "drop" for drop and "removed KL" for removed_kl."""
+    return " ".join("KL" if word == "kl" else word for word in name.split("_"))
 
 
 def _with_nan(value: Any) -> Any:
@@ -210,50 +186,55 @@ def _with_nan(value: Any) -> Any:
     return float("nan") if value is None else value
 
 
-def _structure_exactly(value: Any, kind: Any) -> Any:
-    if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
-        return value
-    raise TypeError(f"{quoted(value)} is not of type {kind.__name__}")
-
-
-def _structure_plain_union(value: Any, kind: Any) -> Any:
-    kinds = get_args(kind)
-    if value is None and type(None) not in kinds and float in kinds:
-        return float("nan")
-    if isinstance(value, kinds):
-        return value
-    raise TypeError(f"{quoted(value)} is not one of {kind}")
-
-
-def column(name: str) -> str:
-    """What a table calls a field: words with spaces, "drop" for drop and "removed KL" for removed_kl."""
-    return " ".join("KL" if word == "kl" else word for word in name.split("_"))
-
-
-def _structure_table(rows: Any) -> pd.DataFrame:
-    # Files of earlier versions have underscores in some columns.
-    return pd.DataFrame(rows).rename(columns=column)
-
-
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter()
+
+    def exactly(value: Any, kind: Any) -> Any:
+        if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+            return value
+        raise TypeError(f"{quoted(value)} is not of type {kind.__name__}")
+
+    def number(value: Any, _: Any) -> float:
+        if value is None:
+            return float("nan")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{quoted(value)} is not a number")
+        return float(value)
+
+    def one_of_plain(value: Any, kind: Any) -> Any:
+        kinds = get_args(kind)
+        if value is None and type(None) not in kinds and float in kinds:
+            return float("nan")
+        if isinstance(value, kinds):
+            return value
+        raise TypeError(f"{quoted(value)} is not one of {kind}")
+
+    def tensor(value: Any, _: Any) -> Tensor:
+        read = torch.tensor(_with_nan(value))
+        return read.float() if read.is_floating_point() else read
+
+    def is_plain_union(kind: Any) -> bool:
+        return get_origin(kind) in (Union, types.UnionType) and set(get_args(kind)) <= set(_PLAIN)
+
+    def is_tensor(kind: Any) -> bool:  # also one annotated with its shape by jaxtyping
+        return kind is Tensor or getattr(kind, "array_type", None) is Tensor
+
+    def is_record(kind: Any) -> bool:
+        return isinstance(kind, type) and issubclass(kind, PlainRecord)
+
     for kind in (int, str, bool):
-        converter.register_structure_hook(kind, _structure_exactly)
-    converter.register_structure_hook(float, _structure_number)
-    converter.register_structure_hook_func(_is_plain_union, _structure_plain_union)
-    converter.register_structure_hook_func(_is_tensor, _structure_tensor)
-    converter.register_structure_hook(pd.DataFrame, lambda value, _: _structure_table(value))
+        converter.register_structure_hook(kind, exactly)
+    converter.register_structure_hook(float, number)
+    converter.register_structure_hook_func(is_plain_union, one_of_plain)
+    converter.register_structure_hook_func(is_tensor, tensor)
+    converter.register_structure_hook(pd.DataFrame, lambda rows, _: pd.DataFrame(rows))
+    converter.register_structure_hook_factory(is_record, lambda kind: make_dict_structure_fn(kind, converter))
     converter.register_unstructure_hook_func(
         lambda kind: isinstance(kind, type) and issubclass(kind, Tensor), Tensor.tolist
     )
     converter.register_unstructure_hook(pd.DataFrame, lambda table: table.to_dict("records"))
-    converter.register_structure_hook_factory(_is_record, lambda kind: make_dict_structure_fn(kind, converter))
-    converter.register_unstructure_hook_func(_is_record, lambda record: record.as_dict())
+    converter.register_unstructure_hook_func(is_record, lambda record: record.as_dict())
     return converter
-
-
-def _is_record(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, PlainRecord)
 
 
 _CONVERTER = _converter()

@@ -5,7 +5,7 @@
 2. Tensors: `write_tensors` puts a SHA-256 over names, dtypes, shapes, bytes and metadata into the metadata of a safetensors file;
    `read_tensors` checks it. Equal tensors and metadata are equal files, to the byte.
 3. Whole files of a folder: `hashes_of` and `require_hashes`, for a finished folder that knows its result.
-4. A file without a hash, of an earlier version, is read with one UnsealedFileWarning.
+4. A file without a hash (written or edited by hand) is read with one UnsealedFileWarning.
 5. Whatever a reader raises on a damaged file (not UTF-8, nested too deep, a number too long, ...) is one error, of the class that
    the caller's kind of file has, with the path and the reason.
 
@@ -29,9 +29,10 @@ from swd_lens.base.errors import UnsealedFileWarning, callers_level, legible
 from swd_lens.base.files import atomic, fault_of_name, plain, sha256, write_text
 
 SEAL = "sha256"
-# Begins every hash: that a file has one is seen also where the name that it stands under is damaged.
 _ATTEMPTS = 100  # to open a file that is exchanged all the time
-_MARK = "swd_lens "
+_MARK = (
+    "swd_lens "  # begins every hash: that a file has one is seen also where the name that it stands under is damaged
+)
 _RESTORE = "Restore it from a copy, or make it again"
 
 # ---------------------------------------------------------------------------------------------- JSON
@@ -59,7 +60,7 @@ def missing(path: object, what: str) -> str:
 
 
 def unseal(values: Any, path: str | Path, what: str, raised_as: type[Exception] = ValueError) -> dict[str, Any]:
-    """The values without their hash, which is checked; a missing hash is warned of.
+    """Check the hash of the values and take it off; a missing hash is warned of.
 
     Args:
         path: where they were read, for messages.
@@ -70,8 +71,7 @@ def unseal(values: Any, path: str | Path, what: str, raised_as: type[Exception] 
         raised_as: no mapping, or other values than were written.
     """
     if not isinstance(values, Mapping):
-        reason = f"{type(values).__name__}"
-        raise raised_as(damaged(path, what, reason))
+        raise raised_as(damaged(path, what, type(values).__name__))
     rest = {name: value for name, value in values.items() if name != SEAL}
     if SEAL not in values and not marked(rest):
         warn_of_missing_seal(path)
@@ -86,7 +86,7 @@ def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path, what: str, raised_as: type[Exception] = ValueError) -> dict[str, Any]:
-    """What `write_sealed` wrote.
+    """Read what `write_sealed` wrote.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -108,7 +108,7 @@ def read_json(path: Path, what: str, raised_as: type[Exception] = ValueError) ->
 
 @contextmanager
 def readable(path: str | Path, what: str, raised_as: type[Exception] = ValueError) -> Iterator[None]:
-    """Whatever is raised while a damaged file is read becomes one error; a missing file stays a FileNotFoundError.
+    """Turn whatever is raised while a damaged file is read into one error; a missing file stays a FileNotFoundError.
 
     What `raised_as` and its subclasses say already (other than ValueError itself) is let through.
     """
@@ -127,8 +127,8 @@ def warn_of_missing_seal(path: str | Path) -> None:
     """Say that a file carries no hash; Python shows it once for a file."""
     warnings.warn(
         UnsealedFileWarning(
-            f"{path} carries no hash (it was written by an earlier swd_lens): a change on the disk would not be noticed. Save "
-            "it again"
+            f"{path} carries no hash (it was written or edited by hand): a change on the disk would not be noticed. Save it "
+            "again"
         ),
         stacklevel=callers_level(),
     )
@@ -184,7 +184,7 @@ def open_tensors(path: Path, what: str, raised_as: type[Exception] = ValueError)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What changes when another file gets this name; None where there is none."""
+    """Numbers that change when another file gets this name; None where there is none."""
     with suppress(OSError):
         state = path.stat()
         return state.st_ino, state.st_mtime_ns
@@ -248,12 +248,15 @@ def hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
     for name in names:
         path = folder / name
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-        hashes |= {file.relative_to(folder).as_posix(): sha256(file) for file in files if not _passing(file)}
+        whole = [
+            file for file in files if not file.name.startswith(".")
+        ]  # others stand there only while they are written
+        hashes |= {file.relative_to(folder).as_posix(): sha256(file) for file in whole}
     return hashes
 
 
 def require_hashes(folder: Path, hashes: Mapping[str, str], what: str, raised_as: type[Exception] = ValueError) -> None:
-    """Do nothing if the folder holds these files as they were written.
+    """Require that the folder holds these files as they were written.
 
     Raises:
         raised_as: one is missing, has other bytes, or its name leads out of the folder.
@@ -262,14 +265,8 @@ def require_hashes(folder: Path, hashes: Mapping[str, str], what: str, raised_as
         path = folder / name
         # By its name: a user may have put a part of the folder on another disk, with a link in its place.
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            reason = f"it names a file outside of the folder, {name}"
-            raise raised_as(damaged(folder, what, reason))
+            raise raised_as(damaged(folder, what, f"it names a file outside of the folder, {name}"))
         if not path.is_file():
             raise raised_as(missing(path, what))
         if sha256(path) != expected:
             raise raised_as(altered(path, what))
-
-
-def _passing(file: Path) -> bool:
-    """What stands in a folder only while it is written."""
-    return file.name.startswith(".")

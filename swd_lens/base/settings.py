@@ -25,7 +25,7 @@ AUTO = "auto"  # for settings that depend on the matrix: decided by rule
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a setting may be: numbers between bounds, or one of some choices. None: not bounded on that side."""
+    """The allowed values of a setting: numbers between bounds, or one of some choices. None: not bounded on that side."""
 
     above: float | int | None = None
     at_least: float | int | None = None
@@ -53,17 +53,9 @@ class Bounds:
         return " and ".join(part for part in (low, high) if part)
 
 
-def setting(
-    default: Any,
-    *,
-    above: float | int | None = None,
-    at_least: float | int | None = None,
-    below: float | int | None = None,
-    at_most: float | int | None = None,
-    one_of: tuple[Any, ...] | None = None,
-) -> Any:
-    """A field of `Settings` with its default and bounds."""
-    return field(default=default, metadata={"bounds": Bounds(above, at_least, below, at_most, one_of)})
+def setting(default: Any, **bounds: Any) -> Any:
+    """A field of `Settings` with its default and bounds, named as the fields of `Bounds`."""
+    return field(default=default, metadata={"bounds": Bounds(**bounds)})
 
 
 @dataclass(frozen=True)
@@ -102,7 +94,7 @@ class Settings:
             raise self.error(f"{name}={quoted(value)}: give {expected}")
 
     def changed(self: AnySettings, overrides: Mapping[str, Any]) -> AnySettings:
-        """The same settings with other values; NumPy's numbers, as a sweep gives them, become Python's.
+        """Copy the settings with other values; NumPy's numbers, as a sweep gives them, become Python's.
 
         Raises:
             the class's `error`: a setting that this class does not have, or a value out of its bounds.
@@ -111,7 +103,8 @@ class Settings:
         for name in overrides:
             if name not in known:
                 raise self.error(f"{type(self).__name__} has no setting {quoted(name)}; {nearest(name, known)}")
-        return replace(self, **{name: _plain_number(value) for name, value in overrides.items()})
+        numbers = (np.integer, np.floating)
+        return replace(self, **{name: v.item() if isinstance(v, numbers) else v for name, v in overrides.items()})
 
     def as_dict(self) -> dict[str, Any]:
         """All settings as plain JSON values."""
@@ -130,12 +123,8 @@ def preset(presets: Mapping[str, AnySettings], name: str, raised_as: type[Except
 
 
 def nearest(name: Any, known: Iterable[str]) -> str:
-    """What may have been meant by a name that is not known, and all names that are."""
+    """Suggest what may have been meant by a name that is not known, and list all names that are."""
     names = list(known)
     near = difflib.get_close_matches(str(name), names, n=3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return f"{hint}valid: {', '.join(names)}"
-
-
-def _plain_number(value: Any) -> Any:
-    return value.item() if isinstance(value, np.integer | np.floating) else value

@@ -1,4 +1,4 @@
-"""Marks: whether tensors still hold what they held when they were marked.
+"""TensorSnapshot: notices when tensors no longer hold what they held before.
 
 1. `checksum` makes one integer of a tensor's bits, at the speed of memory: words times fixed odd numbers, summed modulo 2^64
    by rows of `_WIDTH`, and the rows' sums in the same way, until one is left. A single changed word always changes it;
@@ -21,12 +21,8 @@ _WIDTH = 1024
 _TILE = 2**22
 
 
-def _odd_numbers() -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**62), 2**62, (_WIDTH,), generator=generator, dtype=torch.int64, device="cpu") * 2 + 1
-
-
-_FACTORS = _odd_numbers()
+_DRAWN = torch.Generator().manual_seed(0)
+_FACTORS = torch.randint(-(2**62), 2**62, (_WIDTH,), generator=_DRAWN, dtype=torch.int64, device="cpu") * 2 + 1  # odd
 
 
 def checksum(tensor: Shaped[Tensor, "..."]) -> tuple[Any, ...]:
@@ -46,7 +42,11 @@ def _total(words: Tensor) -> int:
     factors = _FACTORS.to(words.device)
     while True:
         n_rows, rest = divmod(len(words), _WIDTH)
-        sums = [_row_sums(words[: n_rows * _WIDTH].view(n_rows, _WIDTH), factors)] if n_rows else []
+        rows = words[: n_rows * _WIDTH].view(n_rows, _WIDTH)
+        if rows.device.type == "cpu":
+            sums = [torch.mv(rows, factors)] if n_rows else []
+        else:
+            sums = [(some * factors).sum(1) for some in rows.split(_TILE // _WIDTH)] if n_rows else []
         if rest:
             sums.append((words[n_rows * _WIDTH :] * factors[:rest]).sum().view(1))
         words = torch.cat(sums)
@@ -54,14 +54,8 @@ def _total(words: Tensor) -> int:
             return int(words)
 
 
-def _row_sums(rows: Tensor, factors: Tensor) -> Tensor:
-    if rows.device.type == "cpu":
-        return torch.mv(rows, factors)
-    return torch.cat([(some * factors).sum(1) for some in rows.split(_TILE // _WIDTH)])
-
-
 def count_nonzeros(tensor: Shaped[Tensor, "..."]) -> int:
-    """Of a mask, which is counted without branches (torch counts random values fifteen times as slowly), a piece at a time."""
+    """Count by a mask, without branches (torch counts random values fifteen times as slowly), a piece at a time."""
     return sum(int(torch.count_nonzero(some != 0)) for some in tensor.detach().reshape(-1).split(_TILE // 16))
 
 
@@ -74,7 +68,7 @@ def as_normal_tensor(tensor: Tensor) -> Tensor:
 
 
 class TensorSnapshot:
-    """What some tensors hold now, to be compared with what they hold later.
+    """A record of what some tensors hold now, to be compared with what they hold later.
 
     Args:
         places: (mapping, key) of every tensor: a module's `_parameters`, so that a parameter that was replaced is noticed.
@@ -82,8 +76,7 @@ class TensorSnapshot:
 
     def __init__(self, places: Iterable[tuple[Mapping[str, Tensor | None], str]]):
         self.places = tuple(places)
-        self.checksums = self._checksums()
-        self._seen = self._present()
+        self.renew()
 
     def written(self) -> bool:
         """Whether a tensor was replaced, or written to by an operation that counts versions. Cheap: for every forward."""

@@ -1,12 +1,13 @@
-"""StepCache: what a long call has finished, kept in its folder, so that the same call goes on from there after any interruption.
+"""StepCache: keeps the finished steps of a long call in its folder, so that the same call resumes there after any interruption.
 
-1. parts/call.json holds what decides the results of the call. Another call is refused, and every difference named; some
-   settings may grow (a further task, a further sparsity): what is finished stays valid then.
-2. A part is one sealed file, written atomically as soon as it is finished: values as JSON, or tensors with values beside them.
-   Its name comes from its key, and the file says which key and call it belongs to.
-3. What was written is read back: a call that goes on has the very values of one that was never interrupted.
+1. A `CallFile` says which call a folder belongs to: it holds what decides the results. Another call is refused, and every
+   difference named; some settings may grow (a further task, a further sparsity), and what is finished stays valid then.
+2. A step (a part) is one sealed file, written atomically as soon as it is finished: values as JSON, or tensors with values beside
+   them. The file says which key and which call it belongs to.
+3. What was written is read back: a call that resumes has the very values of one that was never interrupted.
 
-Without a folder nothing is kept, and parts are just made.
+Trainings keep a log and one checkpoint in place of many steps (train/folder.py), in the same files. Without a folder a StepCache
+keeps nothing, and steps are just made.
 """
 
 import hashlib
@@ -25,21 +26,106 @@ from swd_lens.base.sealed import damaged, read_sealed, read_tensors, readable, w
 FOLDER, CALL = "parts", "call.json"
 _OUR_NAME = re.compile(r".*\.[0-9a-f]{12}\.(json|safetensors)")
 WHAT, CALL_WHAT = "a finished part", "the settings of a call"
+HOW_TO_RESUME = (
+    "Rerun with the original settings to resume, give another folder, or overwrite=True (--overwrite) to start again"
+)
 Key = Sequence[str]
 Value = TypeVar("Value")
 
 
+class CallFile:
+    """The sealed file that says which call a folder belongs to, and the files of that call.
+
+    Args:
+        folder: of the call.
+        name: of the file in it.
+        settings: what decides every result, as plain values by the name under which users read it.
+        growing: name -> {entry: what decides it}; entries may be added, but not removed or changed.
+        what: the kind of file, for messages.
+        words: setting -> what messages call it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        settings: Mapping[str, Any],
+        growing: Mapping[str, Mapping[str, Any]] = {},
+        *,
+        what: str = CALL_WHAT,
+        words: Mapping[str, str] = {},
+    ):
+        self.folder, self.path, self.what, self.words = folder, folder / name, what, words
+        self.settings, self.growing = (json.loads(json.dumps(plain(v), default=str)) for v in (settings, growing))
+        self.digest = _digest(self.settings)
+
+    def read(self) -> dict[str, Any] | None:
+        """The values in the file; None where there is no file.
+
+        Raises:
+            ResumeError: it is of another call (every difference is named), or damaged.
+        """
+        try:
+            then = read_sealed(self.path, self.what, ResumeError)
+        except FileNotFoundError:
+            return None
+        with readable(self.path, self.what, ResumeError):
+            changed = differences(then["settings"], self.settings, self.words)
+            for name, entries in then["growing"].items():
+                grown = differences(entries, self.growing.get(name, {}), may_grow=True)
+                changed += [f"{name}: {each}" for each in grown]
+        if changed:
+            raise ResumeError(f"{self.folder} holds another run: {'; '.join(changed)}. {HOW_TO_RESUME}")
+        return then
+
+    def write(self, **more: Any) -> None:
+        """Write the settings, and further values beside them."""
+        write_sealed(self.path, {"settings": self.settings, "growing": self.growing, **more})
+
+    def write_values(self, path: Path, key: Key, values: Mapping[str, Any]) -> None:
+        """Write plain values as a step of this call."""
+        write_sealed(path, {"part": self._part(key), "values": values})
+
+    def read_values(self, path: Path, key: Key, what: str = WHAT) -> Any:
+        """Read what `write_values` wrote.
+
+        Raises:
+            ResumeError: it is of another call or key, or damaged.
+        """
+        return self._values_of(read_sealed(path, what, ResumeError), path, key, what)
+
+    def write_tensors(self, path: Path, key: Key, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Write tensors and plain values as a step of this call; an earlier file is replaced."""
+        about = json.dumps({"part": self._part(key), "values": values}, sort_keys=True)
+        write_tensors(path, tensors, {"swd_lens": about})
+
+    def read_tensors(self, path: Path, key: Key, what: str = WHAT) -> tuple[dict[str, Tensor], Any]:
+        """Read what `write_tensors` wrote. Raises as `read_values`."""
+        tensors, metadata = read_tensors(path, what, ResumeError)
+        with readable(path, what, ResumeError):
+            about = json.loads(metadata["swd_lens"])
+        return tensors, self._values_of(about, path, key, what)
+
+    def _values_of(self, about: Any, path: Path, key: Key, what: str) -> Any:
+        with readable(path, what, ResumeError):
+            if about["part"] != self._part(key):
+                raise ResumeError(damaged(path, what, "a part of another call"))
+            return about["values"]
+
+    def _part(self, key: Key) -> dict[str, Any]:
+        return {"key": list(key), "settings": self.digest}
+
+
 class StepCache:
-    """The finished parts of one call.
+    """The finished steps of one call.
 
     Args:
         folder: of the call, which holds it (`swd_lens.base.writer.writing`); None keeps nothing.
-        settings: what decides every part, as plain values by the name under which it is told to users.
-        growing: name -> {entry: what decides it}; entries may be added, but not taken out or changed.
+        settings, growing: see `CallFile`.
         overwrite: remove what another call, or this one, has finished there.
 
     Raises:
-        ResumeError: the folder holds parts of another call, or damaged ones.
+        ResumeError: the folder holds steps of another call, or damaged ones.
     """
 
     def __init__(
@@ -51,31 +137,20 @@ class StepCache:
         overwrite: bool = False,
     ):
         self.folder = None if folder is None else folder / FOLDER
-        if self.folder is None:
+        if folder is None or self.folder is None:
             return
-        now = {"settings": _as_json(settings), "growing": _as_json(growing)}
-        self._settings_hash = _digest(now["settings"])
+        self.call = CallFile(folder, f"{FOLDER}/{CALL}", settings, growing)
         if overwrite:
-            (self.folder / CALL).unlink(missing_ok=True)
-        if not (self.folder / CALL).is_file():  # parts without it belong to nobody; other files are the user's
-            for path in self.folder.glob("*"):
+            self.call.path.unlink(missing_ok=True)
+        if self.call.path.is_file():
+            remove_remains(self.folder)  # of a call that was killed
+        else:
+            for path in self.folder.glob("*"):  # steps without it belong to nobody; other files are the user's
                 if _OUR_NAME.fullmatch(path.name):
                     path.unlink(missing_ok=True)
-        else:
-            remove_remains(self.folder)  # of a call that was killed
-            then = read_sealed(self.folder / CALL, CALL_WHAT, ResumeError)
-            with readable(self.folder / CALL, CALL_WHAT, ResumeError):
-                changed = _differences(then["settings"], now["settings"])
-                for name, entries in then["growing"].items():
-                    changed += [f"{name}: {each}" for each in _differences(entries, now["growing"].get(name, {}), True)]
-            if changed:
-                raise ResumeError(
-                    f"{folder} holds what another call has finished: {'; '.join(changed)}. Call as then to go on, give "
-                    "another folder, or overwrite=True (--overwrite) to start again"
-                )
-            if then == now:
-                return
-        write_sealed(self.folder / CALL, now)
+        then = self.call.read()
+        if then != {"settings": self.call.settings, "growing": self.call.growing}:
+            self.call.write()
 
     def __contains__(self, key: Key) -> bool:
         return self.folder is not None and any(self._path(key, kind).is_file() for kind in ("json", "safetensors"))
@@ -83,23 +158,22 @@ class StepCache:
     def values(
         self, key: Key, make: Callable[[], Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Value]
     ) -> Value:
-        """A part of plain values, made now or finished earlier.
+        """A step of plain values, made now or finished earlier.
 
         Args:
-            read: makes the part of the values, as JSON gives them back (NaN is None there).
+            read: builds the result from the values, as JSON gives them back (NaN is None there).
 
         Raises:
-            ResumeError: the part is damaged.
+            ResumeError: the step is damaged.
         """
         if self.folder is None:
             return read(make())
         path = self._path(key, "json")
         if not path.is_file():
-            write_sealed(path, {"part": self._about(key), "values": make()})
-        values = read_sealed(path, WHAT, ResumeError)
+            self.call.write_values(path, key, make())
+        values = self.call.read_values(path, key)
         with readable(path, WHAT, ResumeError):
-            self._require(values["part"], key, path)
-            return read(values["values"])
+            return read(values)
 
     def tensors(
         self,
@@ -107,50 +181,43 @@ class StepCache:
         make: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]]],
         read: Callable[[Mapping[str, Tensor], Mapping[str, Any]], Value],
     ) -> Value:
-        """A part of tensors (on the CPU) and plain values; see `values`."""
+        """A step of tensors (on the CPU) and plain values; see `values`."""
         if self.folder is None:
             return read(*make())
         path = self._path(key, "safetensors")
         if not path.is_file():
             tensors, values = make()
-            about = {"part": self._about(key), "values": plain(values)}
-            write_tensors(path, tensors, {"swd_lens": json.dumps(about, sort_keys=True)})
-        tensors, metadata = read_tensors(path, WHAT, ResumeError)
+            self.call.write_tensors(path, key, tensors, plain(values))
+        tensors, values = self.call.read_tensors(path, key)
         with readable(path, WHAT, ResumeError):
-            about = json.loads(metadata["swd_lens"])
-            self._require(about["part"], key, path)
-            return read(tensors, about["values"])
+            return read(tensors, values)
 
     def _path(self, key: Key, kind: str) -> Path:
         assert self.folder is not None
         name = re.sub(r"[^A-Za-z0-9.=]+", "_", "-".join(key))[:80]
         return self.folder / f"{name}.{_digest(list(key))[:12]}.{kind}"
 
-    def _about(self, key: Key) -> dict[str, Any]:
-        return {"key": list(key), "settings": self._settings_hash}
-
-    def _require(self, about: Any, key: Key, path: Path) -> None:
-        if about != self._about(key):
-            raise ResumeError(damaged(path, WHAT, "a part of another call"))
-
-
-def _as_json(values: Any) -> Any:
-    return json.loads(json.dumps(plain(values), default=str))
-
 
 def _digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _differences(then: Mapping[str, Any], now: Mapping[str, Any], may_grow: bool = False) -> list[str]:
-    """One phrase per value that differs; hashes by their beginnings."""
+def differences(
+    then: Mapping[str, Any], now: Mapping[str, Any], words: Mapping[str, str] = {}, *, may_grow: bool = False
+) -> list[str]:
+    """One phrase per value that differs; hashes are shown by their beginnings.
+
+    Args:
+        words: name of a value -> what messages call it.
+        may_grow: names that are new are no difference.
+    """
 
     def short(value: Any) -> str:
         return value[:8] if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else repr(value)
 
     names = [*then, *(name for name in now if name not in then and not may_grow)]
     return [
-        f"{name} {short(then.get(name))} then, {short(now.get(name))} now"
+        f"{words.get(name, name)} {short(then.get(name))} then, {short(now.get(name))} now"
         for name in names
         if then.get(name) != now.get(name) or (name in then) != (name in now)
     ]

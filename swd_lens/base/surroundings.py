@@ -1,4 +1,4 @@
-"""Surroundings: a caller's settings of torch that would change numbers, and other threads. Functions of swd_lens see neither.
+"""with_torch_defaults: shields functions of swd_lens from a caller's torch settings that would change numbers, and other threads.
 
 1. `with_torch_defaults` marks a function, or every public method, operator and property of a class. While the outermost
    marked call of a thread runs, the default dtype is float32, the default device the CPU, autocast and inference mode are off,
@@ -58,7 +58,7 @@ _thread = _Thread()
 
 
 def with_torch_defaults(marked: Marked) -> Marked:
-    """Marks a function, or in place a class, see the module's docstring; generators of a class are left as they are."""
+    """Mark a function, or in place a class (see the module's docstring); generators of a class are left as they are."""
     if isinstance(marked, type):
         for name, member in list(vars(marked).items()):
             if not name.startswith("_") or name in _OPERATORS:
@@ -119,23 +119,16 @@ class _Call(Undo):
     def make_plain(self) -> None:
         """Plain settings until the call ends."""
         hold_back_interrupts(self.push)
-        self.push(self._leave)
+        self.push(functools.partial(setattr, _thread, "call", None))
         _thread.call = self
         self.push(self._give_back_settings)
-        self._take_settings()
-        self._make_thread_plain()
-
-    def _leave(self) -> None:
-        _thread.call = None
-
-    def _take_settings(self) -> None:
-        """What the whole process has: default dtype, precision of products."""
-        with _lock:
+        with _lock:  # the whole process has these: default dtype, precision of products
             _calls.add(self)
             if (dtype := torch.get_default_dtype()) is not torch.float32:
                 _settings.push(functools.partial(torch.set_default_dtype, dtype))
                 torch.set_default_dtype(torch.float32)
             _highest_precision(_settings.push)
+        self._make_thread_plain()
 
     def _give_back_settings(self) -> None:
         with _lock:
@@ -144,7 +137,7 @@ class _Call(Undo):
                 _settings.run()
 
     def _make_thread_plain(self) -> None:
-        """What each thread has for itself: inference mode, autocast, the default device."""
+        """Change what each thread has for itself: inference mode, autocast, the default device."""
         autocast = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
         self.push(functools.partial(_give_back_modes, torch.is_grad_enabled(), autocast))
         contexts: list[AbstractContextManager[Any]] = []
@@ -162,7 +155,7 @@ class _Call(Undo):
 
 
 def _give_back_modes(grad: bool, autocast: list[str]) -> None:
-    """Of this thread, as the caller had them: an interrupt may have kept a context of ours from being left."""
+    """Set this thread's modes as the caller had them: an interrupt may have kept a context of ours from being left."""
     torch._C._set_grad_enabled(grad)
     for device in _DEVICES:
         if torch.is_autocast_enabled(device) != (device in autocast):
@@ -203,7 +196,7 @@ def _set_precision(of_process: str | None, of_backends: dict[Any, str]) -> None:
 
 @interrupts.joint
 def claim(model: Any) -> None:
-    """The marked call that runs uses this host until it ends; outside of one nothing is done.
+    """Give this host to the marked call that runs, until it ends; outside of one nothing is done.
 
     Raises:
         HostInUseError: another thread uses it.

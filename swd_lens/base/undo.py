@@ -13,7 +13,7 @@ from swd_lens.base.interrupts import Step, unparted
 
 
 class Undo:
-    """Steps back, last first; true while some are left."""
+    """A stack of steps that undo changes, the last first; true while some are left."""
 
     def __init__(self) -> None:
         self._steps: list[Step] = []

@@ -76,7 +76,7 @@ def writing_file(path: str | Path, call: str, *, wait: bool = False) -> Iterator
 
 
 def require_writable_file(path: str | Path) -> None:
-    """Do nothing if this file can be written into its folder.
+    """Require a file that can be written into its folder.
 
     Raises:
         OSError: it is a folder, or its folder cannot be made, written or locked.
@@ -91,11 +91,13 @@ def require_writable_file(path: str | Path) -> None:
 def _held_for(
     folder: Path, prefix: str, call: str, target: Path, patience: float, alone: bool = False
 ) -> Iterator[None]:
-    """The folder is made, and the target (itself, or a file of it) held; locks of files begin with their names."""
-    made = _make(folder)
+    """Make the folder, and hold the target (itself, or a file of it); locks of files begin with their names."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
+    folder.mkdir(parents=True, exist_ok=True)
     target = target.resolve()
     try:
-        if not alone and _is_held_here(target):
+        thread, lock = _held.get(target, (None, None))
+        if not alone and lock is not None and lock.held and thread is threading.current_thread():
             yield
             return
         with _locked(target, folder / f"{prefix}{LOCK}", folder / f"{prefix}{HOLDER}", call, patience):
@@ -109,11 +111,8 @@ def _held_for(
 
 
 def read_beside_writer(folder: Path, read: Callable[[], Value]) -> Value:
-    """What `read` gives of a folder.
-
-    Refused while a call writes the folder, so that files of two states lie there, it reads again, for a few seconds; raises what
-    `read` raised last.
-    """
+    """Read a folder by `read`; where that fails while a call writes the folder, so that files of two states lie there, read it
+    again, for a few seconds. Raises what `read` raised last."""
     end = time.monotonic() + _READING
     while True:
         written = (folder / HOLDER).exists()
@@ -126,7 +125,7 @@ def read_beside_writer(folder: Path, read: Callable[[], Value]) -> Value:
 
 
 def require_writable(folder: str | Path, n_bytes: int = 0) -> None:
-    """Do nothing if the folder can be made, written and locked and its disk has room for so many bytes.
+    """Require a folder that can be made, written and locked, on a disk with room for so many bytes.
 
     Raises:
         OSError: it is a file, lies below one, cannot be written or locked, or the disk is too small.
@@ -180,7 +179,8 @@ def _locked(target: Path, lock_file: Path, holder_file: Path, call: str, patienc
                 stacklevel=callers_level(),
             )
         _held[target] = (threading.current_thread(), lock)
-        holder = {"call": call, "process": os.getpid(), "machine": socket.gethostname(), "since": _now()}
+        now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        holder = {"call": call, "process": os.getpid(), "machine": socket.gethostname(), "since": now}
         with naming(holder_file):
             holder_file.write_text(json.dumps(holder), encoding="utf-8")
         yield
@@ -193,7 +193,7 @@ def _locked(target: Path, lock_file: Path, holder_file: Path, call: str, patienc
 
 
 def _in_use(target: Path, lock_file: Path, holder_file: Path) -> Exception:
-    """Who holds the target, in words; nobody is named where the holder has not said so yet."""
+    """The error that says who holds the target; nobody is named where the holder has not said so yet."""
     try:
         holder = json.loads(holder_file.read_text(encoding="utf-8"))
         who = f"{holder['call']} (process {holder['process']} on {holder['machine']}, since {holder['since']})"
@@ -213,20 +213,3 @@ def _without_locks(folder: Path, cause: OSError) -> Exception:
     )
     refusal.errno = cause.errno
     return refusal
-
-
-def _is_held_here(target: Path) -> bool:
-    """Whether this thread of this process holds it."""
-    thread, lock = _held.get(target, (None, None))
-    return lock is not None and lock.held and thread is threading.current_thread()
-
-
-def _make(folder: Path) -> list[Path]:
-    """Make the folder; returns what had to be made, the innermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")

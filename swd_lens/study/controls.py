@@ -20,10 +20,11 @@ from swd_lens.factorization.goal import Goal
 from swd_lens.hosts.sites import Site
 from swd_lens.solver import DEFAULT_PRESET, PRESETS
 from swd_lens.solver.budget import edges
+from swd_lens.train.baselines import exact
 
 # Control -> the method that it goes by; of solved ones its size follows ("SWD (paper) s=0.5"), and the control is the preset.
-EXACT = {"neurons": "neurons", "svd": "SVD", "svd_whitened": "SVD whitened", "svd_causal": "SVD causal"}
-OF_TEXT = ("svd_whitened", "svd_causal")
+EXACT = {name: control.title for name, control in exact.EXACT.items()}
+OF_TEXT = tuple(name for name, control in exact.EXACT.items() if control.of_text)
 PAPER = {"paper": "SWD (paper)"}
 PRUNED = {"pruned": "Neurons pruned", "svd_pruned": "SVD pruned"}
 SOLVED = {**PAPER, **PRUNED}

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -77,13 +76,6 @@ from swd_lens.train import baselines
 from swd_lens.units import UnitSet, matrices_of, weight_fingerprint
 from swd_lens.units.factors import FactorSet
 from swd_lens.units.match import check_units
-
-_MAKERS: dict[str, Callable[..., FactorSet]] = {
-    "neurons": baselines.neurons,
-    "svd": baselines.svd,
-    "svd_whitened": partial(baselines.svd, whitened=True),
-    "svd_causal": partial(baselines.svd, weigh_outputs=True),
-}
 
 
 @says_when_interrupted
@@ -276,7 +268,7 @@ def run_study(
                     on_step(f"exact factors of {surface}: {method}")
                     start = time.perf_counter()
                     of_text = {"tokens": calibration_tokens if text is None else text} if control in OF_TEXT else {}
-                    timed[method] = _MAKERS[control](model, names, **of_text), time.perf_counter() - start
+                    timed[method] = baselines.exact.EXACT[control].make(model, names, **of_text), time.perf_counter() - start
             methods: dict[str, Any] = {method: solved for method, (solved, _) in timed.items()}
             if "random_b" in controls:
                 methods[RANDOM_B] = baselines.random_b_seeds(model, names, range(random_b_seeds))

@@ -20,7 +20,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from swd_lens.base.errors import TaskError, quoted, visible_token
+from swd_lens.base.checks import bounded
+from swd_lens.base.errors import TaskError, visible_token
 from swd_lens.tasks.generators import variants
 from swd_lens.tasks.prompt import decoded
 from swd_lens.tasks.split import TaskExample, TaskSplit
@@ -28,6 +29,7 @@ from swd_lens.tasks.task import Task, TaskBuilder
 
 ANSWER, WRONG = "[answer]", "[wrong answer]"
 _KEYS = ("template", "order")  # of meta
+_OF_ROWS = ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")  # of a split
 _DRAWS = 20  # per prompt that is wanted: names of several tokens make prompts of another length
 
 
@@ -77,8 +79,7 @@ def aligned_prompts(model: Any, prompts: Any, n: int = 16, *, like: int | None =
     split = prompts.train if isinstance(prompts, Task) else prompts
     if not isinstance(split, TaskSplit):
         raise TaskError(f"aligned prompts are taken from a Task or one of its splits, got {type(split).__name__}")
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise TaskError(f"n={quoted(n)}: give a whole number of prompts from 1 on")
+    bounded("n", n, 1, error=TaskError)
     if like is not None and not 0 <= like < len(split):
         raise TaskError(f"like={like}: the split has examples 0 to {len(split) - 1}")
     split.require_host(model)
@@ -94,7 +95,8 @@ def aligned_prompts(model: Any, prompts: Any, n: int = 16, *, like: int | None =
     group = _part(split, members[:n])
     added = _variants(model, group, n - len(group)) if drawn and len(group) < n else None
     if added is not None:
-        group = _joined(group, added)
+        both = {name: (*getattr(group, name), *getattr(added, name)) for name in _OF_ROWS}
+        group = replace(group, **both)
     kept = {reason: count for reason, count in left_out.items() if count}
     return Aligned(group, 0 if added is None else len(added), kept, _roles(model, group))
 
@@ -111,15 +113,8 @@ def _key(split: TaskSplit, i: int) -> tuple[Any, ...]:
 
 
 def _part(split: TaskSplit, rows: Sequence[int]) -> TaskSplit:
-    of_rows = ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")
-    return replace(
-        split, **{name: tuple(getattr(split, name)[i] for i in rows) for name in of_rows if getattr(split, name)}
-    )
-
-
-def _joined(first: TaskSplit, second: TaskSplit) -> TaskSplit:
-    of_rows = ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")
-    return replace(first, **{name: (*getattr(first, name), *getattr(second, name)) for name in of_rows})
+    columns = {name: getattr(split, name) for name in _OF_ROWS if getattr(split, name)}
+    return replace(split, **{name: tuple(column[i] for i in rows) for name, column in columns.items()})
 
 
 def _variants(model: Any, group: TaskSplit, n: int) -> TaskSplit | None:
@@ -138,7 +133,7 @@ def _variants(model: Any, group: TaskSplit, n: int) -> TaskSplit | None:
 
 
 def _roles(model: Any, group: TaskSplit) -> tuple[str, ...]:
-    """What the positions are called. Words count as the same with and without the space before them."""
+    """Name the positions. Words count as the same with and without the space before them."""
     sides = {ANSWER: group.answer_ids, WRONG: group.distractor_ids}
     words = {role: [[decoded(model, [token]).strip() for token in ids] for ids in side] for role, side in sides.items()}
     roles = []

@@ -39,7 +39,7 @@ def warn_of_second_bos(tokenizer: Any, what: str, texts: list[str]) -> None:
 
 
 class Cautions:
-    """What was found in the prompts of a task.
+    """Traps that were found in the prompts of a task.
 
     Args:
         tokenizer: a `TaskTokenizer`.
@@ -58,54 +58,49 @@ class Cautions:
         if prompt.endswith(" "):
             self.with_space[prompt] = None
         for text in (*example.answers, *example.distractors):
-            if self._goes_on_the_word(prompt, text):
+            if self.goes_on_the_word(prompt, text):
                 self.glued[prompt, text] = None
                 break
-        inside = [token for token in answers if token in ids and self._is_word(token)]
+        decode = self.tokenizer.tokenizer.decode
+        inside = [token for token in answers if token in ids and decode([token]).strip()[:1].isalpha()]
         if inside and not any(token in ids for token in distractors):
-            self.given_away[prompt, self.tokenizer.tokenizer.decode([inside[0]])] = None
+            self.given_away[prompt, decode([inside[0]])] = None
 
-    def warn(self, what: str) -> None:
-        """One TextWarning for each kind that was found.
-
-        Args:
-            what: whose prompts, for the messages.
-        """
-        warn_of_second_bos(self.tokenizer.tokenizer, what, list(self.with_bos))
-        if self.with_space:
-            n, named = len(self.with_space), _named(list(self.with_space))
-            warnings.warn(
-                TextWarning(
-                    f"{what}: {n} prompts end in a space: {named}. Words bring their own space (' Paris'), so that a space "
-                    "alone is a token that stands before no word in text; take it off, and put it before the answers"
-                ),
-                stacklevel=callers_level(),
-            )
-        if self.glued:
-            n, (prompt, answer) = len(self.glued), next(iter(self.glued))
-            message = TextWarning(
-                f"{what}: answers without a space before them go on with the last word of {n} prompts: {quoted(answer)} "
-                f"behind {_named([prompt])}. This host has a token for it with the space, too; if a new word is meant, "
-                "put it there"
-            )
-            warnings.warn(message, stacklevel=callers_level())
-        if self.given_away:
-            n, (prompt, answer) = len(self.given_away), next(iter(self.given_away))
-            message = TextWarning(
-                f"{what}: in {n} prompts an answer stands and no distractor does: {quoted(answer)} in {_named([prompt])}. "
-                "A host that copies does them; put a distractor into the prompt as well"
-            )
-            warnings.warn(message, stacklevel=callers_level())
-
-    def _goes_on_the_word(self, prompt: str, answer: str) -> bool:
+    def goes_on_the_word(self, prompt: str, answer: str) -> bool:
         """Whether an answer would be glued to the prompt's last word, while it is a token with its space, too."""
         if not (_has_case(answer[:1]) and (_has_case(prompt[-1:]) or prompt[-1:].isdigit())):
             return False
         alone, spaced = self.tokenizer.short(answer), self.tokenizer.short(" " + answer)
         return len(alone) == 1 and len(spaced) == 1 and alone != spaced
 
-    def _is_word(self, token: int) -> bool:
-        return self.tokenizer.tokenizer.decode([token]).strip()[:1].isalpha()
+    def warn(self, what: str) -> None:
+        """Warn once for each kind that was found.
+
+        Args:
+            what: whose prompts, for the messages.
+        """
+        warn_of_second_bos(self.tokenizer.tokenizer, what, list(self.with_bos))
+        messages = []
+        if self.with_space:
+            messages.append(
+                f"{len(self.with_space)} prompts end in a space: {_named(list(self.with_space))}. Words bring their own space "
+                "(' Paris'), so that a space alone is a token that stands before no word in text; take it off, and put it "
+                "before the answers"
+            )
+        if self.glued:
+            n, (prompt, answer) = len(self.glued), next(iter(self.glued))
+            messages.append(
+                f"answers without a space before them go on with the last word of {n} prompts: {quoted(answer)} behind "
+                f"{_named([prompt])}. This host has a token for it with the space, too; if a new word is meant, put it there"
+            )
+        if self.given_away:
+            n, (prompt, answer) = len(self.given_away), next(iter(self.given_away))
+            messages.append(
+                f"in {n} prompts an answer stands and no distractor does: {quoted(answer)} in {_named([prompt])}. A host that "
+                "copies does them; put a distractor into the prompt as well"
+            )
+        for message in messages:
+            warnings.warn(TextWarning(f"{what}: {message}"), stacklevel=callers_level())
 
 
 def _has_case(character: str) -> bool:

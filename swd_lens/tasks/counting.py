@@ -43,11 +43,11 @@ class Counting:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What differs between two choices."""
+        """Values in which two different choices differ."""
         return self.ids, None if self.lengths is None else tuple(self.lengths.tolist())
 
     def of(self, rows: Int[Tensor, "rows pos"], first_row: int = 0) -> Bool[Tensor, "rows pos"] | None:
-        """What counts in a batch that begins with row `first_row`; None: all of it."""
+        """Positions that count in a batch that begins with row `first_row`; None: all of it."""
         if self.all:
             return None
         counted = torch.ones(rows.shape, dtype=torch.bool)
@@ -65,7 +65,7 @@ def predicted(counted: Bool[Tensor, "rows pos"] | None) -> Bool[Tensor, "rows pr
 
 
 def excluded(exclude: Any, model: Any) -> Counting:
-    """What `exclude` asks for.
+    """The choice of positions that `exclude` asks for.
 
     Args:
         exclude: None, "special", or ids of this host.

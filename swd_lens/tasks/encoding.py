@@ -44,7 +44,7 @@ def adds_bos(tokenizer: Any) -> bool:
 
 @functools.cache
 def _saved_adds_bos(source: str) -> bool:
-    """What the files of a tokenizer say; read once for each."""
+    """Whether the files of a tokenizer say so; read once for each."""
     from transformers import AutoTokenizer
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -85,7 +85,7 @@ def stop_tokens(model: Any) -> tuple[int, ...]:
 
 @functools.cache
 def _saved_stop_tokens(source: str) -> tuple[int, ...]:
-    """What the generation_config.json beside a tokenizer says; read once for each."""
+    """Stop tokens of the generation_config.json beside a tokenizer; read once for each."""
     from transformers import GenerationConfig
 
     try:
@@ -118,7 +118,7 @@ class UnknownWords:
         self.tokenizer, self.words = tokenizer, dict[str, None]()
 
     def see(self, text: str, ids: Sequence[int]) -> None:
-        """Note those of a text, given its ids."""
+        """Note the unknown words of a text, given its ids."""
         unknown = getattr(self.tokenizer, "unk_token_id", None)
         # Where a tokenizer has no token for unknown words it often calls another one so (GPT-2: "<|endoftext|>").
         if unknown is None or unknown not in ids or self.tokenizer.unk_token in text:
@@ -136,7 +136,7 @@ class UnknownWords:
         return [text[start:end].strip() or text[start:end] for token, (start, end) in spans if token == unknown]
 
     def warn(self, what: str) -> None:
-        """One UnknownWordsWarning that names them, if there are any.
+        """Warn once, naming the words, if there are any.
 
         Args:
             what: whose text it is, for the message.

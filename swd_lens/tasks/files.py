@@ -105,32 +105,21 @@ def read_jsonl(path: Path, *, inclusive: bool = False) -> tuple[list[TaskExample
     examples, dropped = [], Counter[str]()
     with path.open("rb") as file:  # bytes, so that a line that is not text can be named
         for number, raw in enumerate(file, 1):
-            where = f"{path}, line {number}"
-            line = _text(raw, where)
-            if not line.strip():
-                continue
+            where, line = f"{path}, line {number}", ""
             try:
-                examples.append(_line_example(_record(line, where), where, path, inclusive))
+                line = raw.decode("utf-8-sig").strip()
+                record = json.loads(line) if line else None
+            except UnicodeDecodeError as cause:
+                raise TaskError(f"{where} is not UTF-8 text ({cause}); save the file as UTF-8") from None
+            except (ValueError, RecursionError) as cause:  # a ValueError, too, for a number of thousands of digits
+                raise TaskError(f"{where} is not JSON ({cause}): {quoted(line[:60])}") from None
+            if line and not isinstance(record, dict):
+                raise TaskError(f"{where} must hold a JSON object, got {quoted(line[:60])}")
+            try:
+                examples += [_line_example(record, where, path, inclusive)] if line else []
             except Unusable as why:
                 dropped[why.reason] += 1
     return examples, dropped
-
-
-def _text(raw: bytes, where: str) -> str:
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as cause:
-        raise TaskError(f"{where} is not UTF-8 text ({cause}); save the file as UTF-8") from None
-
-
-def _record(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as cause:  # a ValueError, too, for a number of thousands of digits
-        raise TaskError(f"{where} is not JSON ({cause}): {quoted(line.strip()[:60])}") from None
-    if not isinstance(record, dict):
-        raise TaskError(f"{where} must hold a JSON object, got {quoted(line.strip()[:60])}")
-    return record
 
 
 def _line_example(record: dict[str, Any], where: str, path: Path, inclusive: bool) -> TaskExample:
@@ -149,15 +138,15 @@ def _line_example(record: dict[str, Any], where: str, path: Path, inclusive: boo
     prompt, corrupt = record["prompt"], record.get("corrupt")
     if not isinstance(prompt, str) or not isinstance(corrupt, str | None):
         raise TaskError(f"{where}: 'prompt' and 'corrupt' must be text")
-    answers, distractors = (_strings(record, field, where) for field in ("answers", "distractors"))
-    return TaskExample(prompt, answers, distractors, corrupt, {"file": path.name})
-
-
-def _strings(record: dict[str, Any], field: str, where: str) -> tuple[str, ...]:
-    value = [record[field]] if isinstance(record[field], str) else record[field]
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise TaskError(f"{where}: {quoted(field)} must be a string or a list of strings, got {quoted(record[field])}")
-    return tuple(value)
+    sides: list[tuple[str, ...]] = []
+    for field in ("answers", "distractors"):
+        texts = [record[field]] if isinstance(record[field], str) else record[field]
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise TaskError(
+                f"{where}: {quoted(field)} must be a string or a list of strings, got {quoted(record[field])}"
+            )
+        sides.append(tuple(texts))
+    return TaskExample(prompt, *sides, corrupt, {"file": path.name})
 
 
 # ---------------------------------------------------------------------------------------------- Edge-Pruning
@@ -303,7 +292,11 @@ def row_example(task: str, row: Mapping[str, Any], where: str, inclusive: bool =
 
 
 def _greater_than(row: Mapping[str, Any], where: str, inclusive: bool, meta: Mapping[str, str]) -> TaskExample:
-    year = _year(row["digits"])
+    digits = row["digits"]  # text or a number
+    try:
+        year = -1 if isinstance(digits, float) and not digits.is_integer() else int(digits)
+    except (TypeError, ValueError):
+        year = -1
     if not 0 <= year < 100:
         shown = reprlib.repr(row["digits"])
         raise TaskError(f"{where}: 'digits' must be the start year's last two digits (0 to 99), got {shown}")
@@ -311,16 +304,6 @@ def _greater_than(row: Mapping[str, Any], where: str, inclusive: bool, meta: Map
     if not later or not earlier:
         raise Unusable("no year on one side of the start year", f"digits {year:02d}")
     return TaskExample(row["prefix"], later, earlier, row["corr_prefix"], {**meta, "content": f"{year:02d}"})
-
-
-def _year(digits: Any) -> int:
-    """The two digits, written as text or as a number; -1 where they are no whole number."""
-    if isinstance(digits, float) and not digits.is_integer():
-        return -1
-    try:
-        return int(digits)
-    except (TypeError, ValueError):
-        return -1
 
 
 def _ioi(row: Mapping[str, Any], where: str, meta: Mapping[str, str]) -> TaskExample:

@@ -14,6 +14,7 @@
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import os
 import random
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from swd_lens.base.checks import bounded
 from swd_lens.base.errors import TaskError, quoted
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.tasks.files import (
@@ -84,7 +86,8 @@ def load_task(
         TaskError: unknown name, malformed file, n below 1 or not whole, an option that does not belong to this source, a
             tokenizer that cannot do the task, fewer than three different prompts, or no usable example.
     """
-    _check_numbers(n_train=n_train, n_validation=n_validation, n_test=n_test)
+    for what, n in {"n_train": n_train, "n_validation": n_validation, "n_test": n_test}.items():
+        bounded(what, 1 if n is None else n, 1, error=TaskError)
     path = Path(name)
     kind = "generator" if str(name) in GENERATED else find_format(path) if os.path.exists(path) else None
     if kind is None:
@@ -115,16 +118,8 @@ def load_task(
     return _shuffled(build, examples, dropped, f"{kind} file {path.name}", asked, FILE_SEED if seed is None else seed)
 
 
-def _check_numbers(**numbers: Any) -> None:
-    for what, n in numbers.items():
-        if n is not None and not hasattr(n, "__index__"):
-            raise TaskError(f"{what} must be a whole number, got {quoted(n)}")
-        if n is not None and n < 1:
-            raise TaskError(f"a task needs at least one prompt in each split, got {what}={n}")
-
-
 def _short_of(build: TaskBuilder, asked: tuple[int, int, int]) -> str:
-    """What `source` says of the asked numbers: nothing if they were reached."""
+    """A note for `source` where fewer examples were kept than were asked for; "" where the numbers were reached."""
     collectors = (build.train, build.validation, build.test)
     short = any(len(collector.kept) < n for collector, n in zip(collectors, asked, strict=True))
     return f" (asked for {asked[0]} train, {asked[1]} validation, {asked[2]} test)" if short else ""
@@ -135,48 +130,32 @@ def _generated(build: TaskBuilder, family: str, asked: tuple[int, int, int], see
     for collector, n in zip((build.train, build.validation, build.test), asked, strict=True):
         # A bound, because a tokenizer may make every prompt unusable and there are millions of them.
         drawn = itertools.islice(stream(family, content[collector.split], seed), _DRAWS * n + 200)
-        examples = (_with_even_corrupt(example, build.tokenizer) for example in drawn)
-        if content[collector.split] in (*TASK_PARTS, "validation"):
-            # Parts of few names, two of a gender at the least: a tokenizer may have none of equal length among them. Prompts that
-            # can be resampled come first, the others where those are too few. The large parts' prompts stay as they were.
-            uneven: list[TaskExample] = []
-            collector.fill(_even_first(examples, uneven, build.tokenizer), n)
-            collector.fill(uneven, n)
-            continue
-        collector.fill(examples, n)
+        # Parts of few names, two of a gender at the least: a tokenizer may have none of equal length among them. There prompts
+        # that can be resampled come first, the others where those are too few.
+        uneven: list[TaskExample] | None = [] if content[collector.split] in (*TASK_PARTS, "validation") else None
+        collector.fill(_with_even_corrupts(drawn, build.tokenizer, uneven), n)
+        collector.fill(uneven or (), n)
     return build.task(f"swd_lens generator, seed {seed}{_short_of(build, asked)}")
 
 
-def _with_even_corrupt(example: TaskExample, tokenizer: TaskTokenizer) -> TaskExample:
-    """The example with a corrupt prompt of as many tokens as the prompt, which resampling at all positions needs.
+def _with_even_corrupts(
+    examples: Iterable[TaskExample], tokenizer: TaskTokenizer, uneven: list[TaskExample] | None
+) -> Iterator[TaskExample]:
+    """The examples with corrupt prompts of as many tokens as the prompts, which resampling at all positions needs.
 
     Names differ in their number of tokens. Where no redraw fits, the corrupt prompt stays as it is.
+
+    Args:
+        uneven: takes the examples for which redraws were made and none fits; None: they come with the others.
     """
-    length = len(tokenizer.ids(example.prompt))
-    others = _different(itertools.chain([example.corrupt], itertools.islice(corrupts(example), _REDRAWS)))
-    even = next((text for text in others if text is not None and len(tokenizer.ids(text)) == length), example.corrupt)
-    return dataclasses.replace(example, corrupt=even)
-
-
-def _different(texts: Iterable[str | None]) -> Iterator[str | None]:
-    """The texts without those that were there before: few names make few corrupt prompts."""
-    before: set[str | None] = set()
-    for text in texts:
-        if text not in before:
-            before.add(text)
-            yield text
-
-
-def _even_first(
-    examples: Iterable[TaskExample], uneven: list[TaskExample], tokenizer: TaskTokenizer
-) -> Iterator[TaskExample]:
-    """The examples whose corrupt prompt is as long as theirs, or that no redraw can help; the others go to `uneven`."""
+    length = functools.cache(lambda text: len(tokenizer.ids(text)))  # few names make few corrupt prompts
     for example in examples:
-        long = example.corrupt is not None and len(tokenizer.ids(example.corrupt)) != len(tokenizer.ids(example.prompt))
-        if long and next(corrupts(example), None) is not None:
+        texts = itertools.chain([example.corrupt], itertools.islice(corrupts(example), _REDRAWS))
+        even = next((text for text in texts if text is not None and length(text) == length(example.prompt)), None)
+        if even is None and uneven is not None and next(corrupts(example), None) is not None:
             uneven.append(example)
         else:
-            yield example
+            yield dataclasses.replace(example, corrupt=example.corrupt if even is None else even)
 
 
 def _shuffled(
@@ -209,7 +188,7 @@ def _shuffled(
 
 
 def _shares(different: int, n_train: int, n_validation: int, n_test: int) -> tuple[int, int, int, int]:
-    """Of a shuffled file with so many different prompts: how many places are before test's, and each split's size.
+    """Divide a shuffled file with so many different prompts: the number of places before test's, and each split's size.
 
     A file that has too few keeps the asked proportion of train and test, and divides its training part in that of train and
     validation, rather than leave a split empty; so its test prompts do not depend on n_validation.

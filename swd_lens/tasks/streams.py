@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from swd_lens.base.checks import bounded
 from swd_lens.base.display import card
 from swd_lens.base.errors import TokenError, quoted
 from swd_lens.base.surroundings import with_torch_defaults
@@ -37,7 +38,7 @@ _ROWS_AT_ONCE = 256  # where no model decides it
 
 @dataclass
 class _Known:
-    """What passes have found out about a stream, shared by its bindings to hosts."""
+    """Facts that passes have found out about a stream, shared by its bindings to hosts."""
 
     row_length: int | None = None
     first_row: Tensor | None = None
@@ -69,9 +70,8 @@ class TokenStream:
                 f"TokenStream needs a function that starts the rows anew, got {type(source).__name__}; give "
                 "TokenStream(lambda: ..., n_rows=...)"
             )
-        for what, number in {"n_rows": n_rows, "row_length": 1 if row_length is None else row_length}.items():
-            if not hasattr(number, "__index__") or number < 1:
-                raise TokenError(f"{what} must be a whole number of 1 or more, got {quoted(number)}")
+        bounded("n_rows", n_rows, 1, error=TokenError)
+        bounded("row_length", 1 if row_length is None else row_length, 1, error=TokenError)
         self._source = cast(Callable[[], Iterable[Any]], source)
         self._n_rows, self._host = int(n_rows), _ANY_HOST
         self._known = _Known(row_length)
@@ -100,13 +100,13 @@ class TokenStream:
         return self.n_rows * self.row_length
 
     def bound_to(self, model: Any) -> "TokenStream":
-        """The same stream for a host: its vocabulary and context are checked in every pass."""
+        """Bind the stream to a host, whose vocabulary and context are checked in every pass."""
         bound = copy.copy(self)
         bound._host = model
         return bound
 
     def leaving_out(self, counting: Counting) -> "TokenStream":
-        """The same stream, of which other positions count."""
+        """Copy the stream with another choice of the positions that count."""
         other = copy.copy(self)
         other.counting = counting
         return other
@@ -134,7 +134,7 @@ class TokenStream:
         return n
 
     def about(self, model: Any) -> dict[str, Any]:
-        """What results say of their text: whether every row begins with this host's BOS (nothing where it has none), and what
+        """Describe the text for results: whether every row begins with this host's BOS (nothing where it has none), and what
         was left out, if anything."""
         bos = getattr(getattr(model, "tokenizer", None), "bos_token_id", None)
         said: dict[str, Any] = {}
@@ -214,16 +214,12 @@ class TokenStream:
         except TokenError as cause:
             counted = ", counted from 0 here" if start else ""  # as_rows saw this batch alone
             raise TokenError(f"rows {start} to {start + len(rows) - 1} of the stream{counted}: {cause}") from None
-        if start == 0:
-            self._compare_first(batch[0])
+        if start == 0 and self._known.first_row is None:
+            self._known.first_row = batch[0].clone()
+        elif start == 0 and not torch.equal(self._known.first_row, batch[0]):  # pyright: ignore[reportArgumentType]
+            raise _other_rows("of another first row")
         self._known.row_length = length
         return batch
-
-    def _compare_first(self, row: Tensor) -> None:
-        if self._known.first_row is None:
-            self._known.first_row = row.clone()
-        elif not torch.equal(self._known.first_row, row):
-            raise _other_rows("of another first row")
 
     def _too_few(self, n: int) -> Exception:
         if self._known.first_row is not None and n == 0:

@@ -88,7 +88,7 @@ class Task:
         return dict(sum((Counter(split.dropped) for split in self.splits), Counter[str]()).most_common())
 
     def counts(self) -> str:
-        """What became of the source's prompts, in words: kept, dropped and why, not needed."""
+        """The fate of the source's prompts in words: kept, dropped and why, not needed."""
         kept, dropped = sum(map(len, self.splits)), self.dropped
         total = kept + sum(dropped.values()) + self.unused
         words = f"kept all {kept}" if kept == total else f"kept {kept} of {total}"
@@ -180,7 +180,13 @@ class Task:
                 that leave nothing to train on, a duplicate prompt, and all that `from_examples` refuses.
         """
         _check_fractions(validation_fraction, test_fraction)
-        prompts, corrupt = (_texts_of_chats(model, column, prepend_bos) for column in (prompts, corrupt))
+        # Chats become texts; what is no list of prompts is refused below.
+        prompts, corrupt = (
+            [as_text(model, prompt, prepend_bos) for prompt in column]
+            if isinstance(column, list | tuple) and not is_chat(column)
+            else column
+            for column in (prompts, corrupt)
+        )
         examples = _examples(name, prompts, answers, distractors, corrupt, metric)
         again = 0
         if on_bad == "drop":  # before the split, so that all parts get their share
@@ -447,12 +453,7 @@ class TaskBuilder:
 
 
 def _examples(
-    name: str,
-    prompts: Any,
-    answers: Any,
-    distractors: Any,
-    corrupt: Any,
-    metric: Callable[..., Any] | None,
+    name: str, prompts: Any, answers: Any, distractors: Any, corrupt: Any, metric: Callable[..., Any] | None
 ) -> list[TaskExample]:
     if metric is None and (answers is None or distractors is None):
         raise TaskError(f"task {quoted(name)} needs answers and distractors for every prompt, or a metric function")
@@ -471,13 +472,6 @@ def _examples(
         )
         for i in range(n)
     ]
-
-
-def _texts_of_chats(model: Any, prompts: Any, prepend_bos: bool | None) -> Any:
-    """Prompts in a list, chats among them as texts; what is no list of them as it is."""
-    if not isinstance(prompts, list | tuple) or is_chat(prompts):
-        return prompts
-    return [as_text(model, prompt, prepend_bos) for prompt in prompts]
 
 
 def _listed(name: str, what: str, values: Any, n: int | None = None) -> list[Any]:

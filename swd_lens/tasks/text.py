@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from swd_lens.base.checks import bounded, one_of
 from swd_lens.base.errors import TokenError, errors_seen, quoted
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.tasks.encoding import UnknownWords, begins_with_bos
@@ -153,11 +154,7 @@ def load_text(
             token where one is asked for, numbers out of range, or too few tokens (how many there are is said).
     """
     length, _ = _row_of(model, context, bos)
-    _check_whole(n_tokens=n_tokens)
-    if n_tokens < length:
-        raise TokenError(
-            f"n_tokens={n_tokens} is less than one row of {length}; ask for more, or give a smaller context"
-        )
+    bounded("n_tokens (whole rows)", n_tokens, length, error=TokenError)
     stream = stream_rows(
         source, model, context=length, separator=separator, skip_tokens=skip_tokens, documents=documents, bos=bos
     )
@@ -188,9 +185,7 @@ def stream_rows(
         TokenError: as `load_text`; what can be checked without reading is checked at the call.
     """
     length, start = _row_of(model, context, bos)
-    _check_whole(skip_tokens=skip_tokens)
-    if skip_tokens < 0:
-        raise TokenError(f"skip_tokens must not be negative, got {skip_tokens}")
+    bounded("skip_tokens", skip_tokens, 0, error=TokenError)
     if skip_tokens and isinstance(source, Iterator):
         # One that was read before goes on where that stopped: other tokens than asked for, and nothing would show it.
         raise TokenError(
@@ -198,8 +193,7 @@ def stream_rows(
             "known; pass a list, or a dataset that starts anew each time, or skip documents by hand (next, "
             "itertools.islice)"
         )
-    if separator not in ("eos", None):
-        raise TokenError(f"separator must be 'eos' or None, got {quoted(separator)}")
+    one_of("separator", separator, ("eos", None), TokenError)
     joint = None if separator is None else model.tokenizer.eos_token_id
     if separator == "eos" and joint is None:
         raise TokenError("this tokenizer has no EOS token to join documents with; pass separator=None")
@@ -234,12 +228,6 @@ def _rows(
         waiting = waiting[whole:]
 
 
-def _check_whole(**numbers: Any) -> None:
-    for what, n in numbers.items():
-        if not hasattr(n, "__index__"):
-            raise TokenError(f"{what} must be a whole number, got {quoted(n)}")
-
-
 def _row_of(model: Any, context: int | None, bos: bool | None) -> tuple[int, list[int]]:
     """The length of a row, and what it begins with: [BOS], or nothing."""
     if model.tokenizer is None:
@@ -249,12 +237,11 @@ def _row_of(model: Any, context: int | None, bos: bool | None) -> tuple[int, lis
     if with_bos and bos_token is None:
         raise TokenError("bos=True, but this tokenizer has no BOS token; pass bos=False")
     start = [] if bos_token is None or not with_bos else [int(bos_token)]
-    n_ctx, least = int(model.cfg.n_ctx), 2 if with_bos else 1
-    if context is not None:
-        _check_whole(context=context)
-    if context is not None and not least <= context <= n_ctx:
-        raise TokenError(f"context={context} must lie between {least} and the host's context of {n_ctx}")
-    return min(n_ctx, 1024) if context is None else context, start
+    n_ctx = int(model.cfg.n_ctx)
+    if context is None:
+        return min(n_ctx, 1024), start
+    bounded("context (up to the host's)", context, 2 if with_bos else 1, n_ctx, error=TokenError)
+    return context, start
 
 
 @with_torch_defaults
@@ -321,17 +308,13 @@ def split_documents(lines: Iterable[str], documents: str) -> Iterator[str]:
     Raises:
         TokenError: `documents` is none of `DOCUMENTS`.
     """
-    if documents not in DOCUMENTS:
-        raise TokenError(f"documents must be one of {', '.join(map(repr, DOCUMENTS))}, got {quoted(documents)}")
+    one_of("documents", documents, DOCUMENTS, TokenError)
     if documents == "articles":
         return articles(lines)
-    return iter(["".join(lines)]) if documents == "one" else _paragraphs(lines)
-
-
-def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
-    for blank, of_document in itertools.groupby(lines, lambda line: not line.strip()):
-        if not blank:
-            yield "".join(of_document)
+    if documents == "one":
+        return iter(["".join(lines)])
+    paragraphs = itertools.groupby(lines, lambda line: not line.strip())
+    return ("".join(of_document) for blank, of_document in paragraphs if not blank)
 
 
 def documents_of(source: Any, documents: str = "one") -> tuple[Iterator[tuple[bool, str]], str]:
@@ -354,7 +337,12 @@ def documents_of(source: Any, documents: str = "one") -> tuple[Iterator[tuple[bo
     if isinstance(source, str) and source in NAMES:
         return ((True, text) for text in _texts(named_documents(source))), f"text {source}"
     if isinstance(source, str | Path):
-        raise _unknown(str(source))
+        shown = str(source) if len(str(source)) <= 60 else str(source)[:57] + "..."
+        near = difflib.get_close_matches(str(source).lower(), NAMES, n=2, cutoff=0.4)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise TokenError(
+            f"{quoted(shown)} is neither a file nor a known text ({', '.join(NAMES)}); pass text itself as [text].{hint}"
+        )
     if isinstance(source, Mapping):
         keys = ", ".join(map(repr, list(source)[:4]))
         raise TokenError(f"text source is a {type(source).__name__} with {keys}; pass one split of it, source[...]")
@@ -364,15 +352,6 @@ def documents_of(source: Any, documents: str = "one") -> tuple[Iterator[tuple[bo
             f"{type(source).__name__}"
         )
     return ((True, text) for text in _texts(source)), f"the {type(source).__name__} that was passed"
-
-
-def _unknown(source: str) -> Exception:
-    shown = source if len(source) <= 60 else source[:57] + "..."
-    near = difflib.get_close_matches(source.lower(), NAMES, n=2, cutoff=0.4)
-    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    return TokenError(
-        f"{quoted(shown)} is neither a file nor a known text ({', '.join(NAMES)}); text itself is passed as [text].{hint}"
-    )
 
 
 def _blocks(path: Path) -> Iterator[tuple[bool, str]]:

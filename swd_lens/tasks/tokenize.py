@@ -3,16 +3,15 @@
 1. A `Collector` is offered examples one by one and keeps those that this host's tokenizer can score: every answer and
    distractor one token, no overlap between them, a prompt that fits the context. The others are counted by reason, or
    refused (`on_bad="raise"`). A prompt whose ids were kept before, in this split or in another one, is a duplicate.
-2. Years are special. Where two-digit numbers are several tokens, greater-than is refused as a whole, with the reason, and so is
-   greater_digit where they are not; and a prompt of our own generator needs the tokens [century, two digits] in it, or "later"
-   would not be about one token.
+2. Years are special. Where two-digit numbers are several tokens, greater-than is refused as a whole, with the reason. Our own
+   families have checks of theirs (`Family.check`): greater_digit is refused where a digit is no token, and a prompt of
+   greater_than needs the tokens [century, two digits] in it, or "later" would not be about one token.
 3. A prompt whose text begins with BOS gets no second one; other traps of prompts are collected beside it (cautions.py).
 4. A generated prompt with words outside the vocabulary is unusable: it says something else to this host.
 5. What was kept becomes a `TaskSplit`.
 """
 
 import functools
-import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -25,7 +24,7 @@ from torch import Tensor
 from swd_lens.base.errors import TaskError, quoted
 from swd_lens.tasks.cautions import Cautions
 from swd_lens.tasks.encoding import UnknownWords, begins_with_bos, vocabulary_hash
-from swd_lens.tasks.generators import greater_than
+from swd_lens.tasks.generators import family_of
 from swd_lens.tasks.split import TaskExample, TaskSplit, Unusable
 
 TWO_DIGITS = dict.fromkeys(f"{number:02d}" for number in range(100))  # in order, and quick to look up
@@ -242,42 +241,20 @@ class Collector:
         if not example.answers or not example.distractors:
             counts = f"{len(example.answers)} answers, {len(example.distractors)} distractors"
             raise Unusable("no answers or no distractors", counts)
-        _refuse_other_digits(example, tokenizer)
+        is_year = example.answers[0] in TWO_DIGITS and all(text in TWO_DIGITS for text in example.distractors)
+        if is_year and tokenizer.splits_two_digits is not None:
+            raise TaskError(
+                f"task {quoted(tokenizer.task)} asks which two-digit year comes next, and this tokenizer makes several "
+                f"tokens of two digits ({tokenizer.splits_two_digits}), so no answer is one token. The paper leaves "
+                "greater-than out for Qwen for that reason (app. A.4); use greater_digit, which asks for the last digit"
+            )
+        family = family_of(example)
+        if family is not None and family.check is not None:
+            family.check(example, tokenizer)
         answers = tokenizer.side(example.answers, "an answer")
         distractors = tokenizer.side(example.distractors, "a distractor")
         if both := set(answers) & set(distractors):
             raise Unusable("an answer is also a distractor", repr(tokenizer.tokenizer.decode(sorted(both))))
-        family = example.meta.get("family")
-        if family == greater_than.FAMILY:
-            _check_year_tokens(example, tokenizer)
-        if family is not None and tokenizer.tokenizer.unk_token_id in tokens:
+        if "family" in example.meta and tokenizer.tokenizer.unk_token_id in tokens:
             raise Unusable("words outside the vocabulary", repr(tokenizer.pieces(example.prompt)))
         return tokens, answers, distractors, corrupt
-
-
-def _refuse_other_digits(example: TaskExample, tokenizer: TaskTokenizer) -> None:
-    # Not dropped one by one: with such a tokenizer no prompt is usable, and the user should read why.
-    if example.meta.get("family") == "greater_digit":
-        pieces = [piece.strip() for piece in tokenizer.pieces(f" {example.meta['content']}")]
-        if [piece for piece in pieces if piece] != list(example.meta["content"]):
-            raise TaskError(
-                f"task {quoted(tokenizer.task)} asks for the last digit of a year, and this tokenizer does not make a "
-                f"token of each digit ({example.meta['content']} is {pieces}); use greater_than"
-            )
-    is_year = example.answers[0] in TWO_DIGITS and all(text in TWO_DIGITS for text in example.distractors)
-    if is_year and tokenizer.splits_two_digits is not None:
-        raise TaskError(
-            f"task {quoted(tokenizer.task)} asks which two-digit year comes next, and this tokenizer makes several tokens "
-            f"of two digits ({tokenizer.splits_two_digits}), so no answer is one token. The paper leaves greater-than out "
-            "for Qwen for that reason (app. A.4); use greater_digit, which asks for the last digit"
-        )
-
-
-def _check_year_tokens(example: TaskExample, tokenizer: TaskTokenizer) -> None:
-    start = example.meta["content"]
-    century, year = start[:-2], start[-2:]
-    pieces = [piece.strip() for piece in tokenizer.pieces(example.prompt)]
-    if (century, year) not in itertools.pairwise(pieces):
-        raise Unusable("start year is not the tokens [century, two digits]", f"{start!r} in {pieces}")
-    if pieces[-1] != century:
-        raise Unusable("final century is not a token of its own", f"{century!r} in {pieces}")

@@ -39,7 +39,7 @@ _PASSES = 2  # of a training; with fewer nothing would be read again
 
 
 class KeptActivations:
-    """What a site reads and writes in the dense host, of rows of one text.
+    """Inputs and outputs of a site in the dense host, of rows of one text.
 
     Args:
         folder: where the file lies.
@@ -132,7 +132,7 @@ def kept_activations(
 
 
 def _name(host: Host, site: Site, rows: Shuffled) -> str:
-    """Of what decides the bits of a site's activations."""
+    """A file name made from everything that decides the bits of a site's activations."""
     model = host.model
     decides = [host_fingerprint(model, model.cfg), standing_hooks(model), site.name, rows.fingerprint()]
     digest = hashlib.sha256(json.dumps([*decides, list(rows.rows.shape)], default=str).encode()).hexdigest()

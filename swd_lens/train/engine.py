@@ -31,7 +31,7 @@ _SMALLEST_RMS = 1e-8
 
 
 class Fit(ABC):
-    """What is trained, and how one step's gradients come about.
+    """A model in training: its parameters, and one step's gradients.
 
     Attributes:
         title, unit: of the progress bar.
@@ -40,7 +40,7 @@ class Fit(ABC):
         parameters: what AdamW trains, by the names that their moments have in a checkpoint.
         scales: factors of the learning rate, by the same names; 1 where a name is missing.
         eps: AdamW's.
-        moment_key: how a checkpoint calls a moment.
+        advice: the last words of the error where the loss is not finite.
     """
 
     title: str
@@ -50,46 +50,46 @@ class Fit(ABC):
     parameters: dict[str, Tensor]
     scales: Mapping[str, float] = {}
     eps: float = 1e-8
-    moment_key: ClassVar[str] = "{moment}.{name}"
+    advice: ClassVar[str] = "Lower learning_rate"
 
     @abstractmethod
     def schedule(self, step: int) -> dict[str, float]:
-        """What the schedule sets in a step, counted from 1, as the log names it; "learning_rate" among it."""
+        """Values of the schedule in a step, counted from 1, as the log names them; "learning_rate" is one."""
 
     @abstractmethod
     def gradients(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[float, dict[str, Any]]:
         """The loss of a batch and what else to log of it (numbers or tensors of one). The parameters' `grad` is set."""
 
     @abstractmethod
-    def require_finite(self, loss: float, step: int, rate: float, folder: TrainingFolder | None) -> None:
-        """Raises the package's own error where training must not go on with this loss."""
-
-    @abstractmethod
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a checkpoint needs besides the moments: tensors, and plain JSON values."""
+        """Tensors and plain JSON values that a checkpoint needs besides the moments."""
 
     @abstractmethod
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave; other names may stand beside its own."""
+        """Restore what `state` gave; other names may stand beside its own."""
 
     def start(self) -> dict[str, float] | None:
-        """The part of the start that a resumed run leaves out; what the log says of step 0, or None for no such line."""
+        """Do the part of the start that a resumed run leaves out; returns the log of step 0, or None for no such line."""
         return None
 
     def running(self) -> AbstractContextManager[Any]:
         """Open while steps are taken."""
         return nullcontext()
 
+    def is_finite(self, loss: float) -> bool:
+        """Whether training may go on with this loss and these gradients."""
+        return math.isfinite(loss)
+
     def adjust_gradients(self, step: int) -> dict[str, float]:
-        """What is done to the gradients, or by them, before AdamW's step; what to log of it."""
+        """Change the gradients before AdamW's step; returns what to log of it."""
         return {}
 
     def after_update(self, step: int) -> None:
-        """What is done to the parameters after AdamW's step."""
+        """Change the parameters after AdamW's step."""
         return None
 
     def evaluate(self) -> dict[str, float]:
-        """What is measured on held-out text, as the log names it."""
+        """Measure on held-out text; returns values as the log names them."""
         return {}
 
     def keep(self, tokens: int) -> None:
@@ -141,24 +141,23 @@ class Engine:
 
     @property
     def tokens(self) -> int:
-        """Gone through so far."""
+        """Tokens gone through so far."""
         return self.step * self.rows_per_step * self.rows.row_length
 
-    @property
-    def _main(self) -> bool:
-        return self.processes is None or self.processes.main
-
     def run(self, *, progress: bool) -> None:
-        """From the folder's checkpoint, or from the start, to the last step."""
+        """Train to the last step, from the folder's checkpoint or from the start."""
         checkpoint = None if self.folder is None else self.folder.checkpoint()
         if checkpoint is not None:
             self._resume(checkpoint)
-        if self.folder is not None and self._main:
+        main = self.processes is None or self.processes.main
+        if not main:
+            self.folder = None  # written by the main process; this one has read its checkpoint
+        if self.folder is not None:
             self.folder.begin(None if checkpoint is None else checkpoint.lines)
         if checkpoint is None and (entry := self.fit.start()) is not None:
             self._log({"step": 0, "tokens": 0, **entry})
         batches = self.rows.batches(self.rows_per_step, self.fit.spec.seed, self.step)
-        shown = {"desc": self.fit.title, "unit": self.fit.unit, "disable": not (progress and self._main)}
+        shown = {"desc": self.fit.title, "unit": self.fit.unit, "disable": not (progress and main)}
         bar: Any = tqdm(total=self.fit.steps, initial=self.step, leave=False, **shown)
         with self.fit.running(), bar:
             while self.step < self.fit.steps:
@@ -169,12 +168,17 @@ class Engine:
                 bar.update()
 
     def advance(self, rows: Int[Tensor, "_rows pos"]) -> None:
-        """One step, with its line of log and, where one is due, its checkpoint."""
+        """Take one step; write its line of log and, where one is due, its checkpoint."""
         number = self.step + 1
         scheduled = self.fit.schedule(number)
         rate = scheduled["learning_rate"]
         loss, measured = self.fit.gradients(rows, number)
-        self.fit.require_finite(loss, number, rate, self.folder)
+        if not self.fit.is_finite(loss):
+            kept = "" if self.folder is None else f" {self.folder.path} keeps {self.folder.kept(self.fit.unit)}."
+            raise self.fit.spec.error(
+                f"{self.fit.unit} {number} of {self.fit.steps}: the loss is {loss} or its gradients are not finite, at learning "
+                f"rate {rate:.3g}.{kept} {self.fit.advice}"
+            )
         adjusted = self.fit.adjust_gradients(number)
         for group, name in zip(self._adam.param_groups, self.fit.parameters, strict=True):
             group["lr"] = rate * self.fit.scales.get(name, 1.0)
@@ -190,23 +194,21 @@ class Engine:
             self._log(entry)
         if kept:
             self.fit.keep(self.tokens)
-        if self.folder is not None and self._main and (number % self.checkpoint_every == 0 or last):
+        if self.folder is not None and (number % self.checkpoint_every == 0 or last):
             tensors, values = self.fit.state()
-            self.folder.save({**tensors, **self._moments()}, {"step": number, **values})
+            moments = {
+                f"{moment}.{name}": self._adam.state[p][key]
+                for name, p in self.fit.parameters.items()
+                for moment, key in (("first", "exp_avg"), ("second", "exp_avg_sq"))
+            }
+            self.folder.save({**tensors, **moments}, {"step": number, **values})
             reached(f" behind step {number:,} of {self.fit.steps:,}")
 
     def _log(self, entry: Mapping[str, Any]) -> None:
         line = {name: value if isinstance(value, int) else float(value) for name, value in entry.items()}
         self.lines.append(line)
-        if self.folder is not None and self._main:
+        if self.folder is not None:
             self.folder.log(line)
-
-    def _moments(self) -> dict[str, Tensor]:
-        return {
-            self.fit.moment_key.format(name=name, moment=moment): self._adam.state[p][key]
-            for name, p in self.fit.parameters.items()
-            for moment, key in (("first", "exp_avg"), ("second", "exp_avg_sq"))
-        }
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         if self.processes is not None:
@@ -215,10 +217,7 @@ class Engine:
         with checkpoint.readable():
             self.fit.load_state(tensors, checkpoint.values)
             for name, p in self.fit.parameters.items():
-                first, second = (
-                    tensors[self.fit.moment_key.format(name=name, moment=moment)].to(p).view_as(p)
-                    for moment in ("first", "second")
-                )
+                first, second = (tensors[f"{moment}.{name}"].to(p).view_as(p) for moment in ("first", "second"))
                 self._adam.state[p] = {
                     "step": torch.tensor(float(self.step), dtype=torch.float32),
                     "exp_avg": first,

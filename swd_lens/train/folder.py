@@ -1,13 +1,13 @@
-"""The folder of a run: what it is, how far it is, its log, its result.
+"""TrainingFolder: keeps a training's recipe, progress, log and result.
 
     run.json                what decides the bits of the run (the recipe), and, once it is finished, its result
     checkpoint.safetensors  values and moments after some step; replaced by a rename, removed at the end
     log.jsonl               one line per step, no clock in it: the same run writes the same lines
     ...                     the result: a FactorSet in factors/, units in weights/ and units.json, or a model in model/
 
-1. `opened` holds the folder for one call (base/writer.py) and compares recipes. Another run is refused, every difference named;
-   a finished one is taken over.
-2. An interrupted one goes on from its checkpoint: later log lines are cut, and written again by the steps repeated.
+1. `opened` holds the folder for one call (base/writer.py) and compares recipes (base/step_cache.py). Another run is refused,
+   every difference named; a finished one is returned as it is.
+2. An interrupted run resumes from its checkpoint: later log lines are cut, and written again as the steps are repeated.
 3. Nothing that changed on the disk is taken for what was written (base/sealed.py): run.json and the checkpoint carry their
    hashes, the checkpoint those of its recipe and of the log up to its step, a finished run.json those of the log and the result.
 """
@@ -25,23 +25,14 @@ from torch import Tensor
 
 from swd_lens.base.errors import ResumeError, TrainError
 from swd_lens.base.files import naming, write_text
-from swd_lens.base.sealed import (
-    altered,
-    hashes_of,
-    missing,
-    read_sealed,
-    read_tensors,
-    readable,
-    require_hashes,
-    write_sealed,
-    write_tensors,
-)
+from swd_lens.base.sealed import altered, hashes_of, read_sealed, readable, require_hashes
+from swd_lens.base.step_cache import HOW_TO_RESUME, CallFile
 from swd_lens.base.writer import HOLDER, LOCK, require_writable, writing
-from swd_lens.factorization.checkpoint import differences
 from swd_lens.train.rows import Processes, launched
 
 RUN, LOG, CHECKPOINT = "run.json", "log.jsonl", "checkpoint.safetensors"
 _WHAT = "a training run"
+_KEY = ("checkpoint",)
 _HASHES = {
     "host_sha256": "the host",
     "factors_sha256": "the factors",
@@ -52,7 +43,7 @@ _HASHES = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """How far an interrupted run was: after which step, what was saved then, and the log up to there."""
+    """The state of an interrupted run: the last step, what was saved after it, and the log up to there."""
 
     path: Path
     step: int
@@ -61,7 +52,7 @@ class Checkpoint:
     lines: list[dict[str, Any]]
 
     def readable(self) -> AbstractContextManager[None]:
-        """In this block whatever does not fit the run is a ResumeError: checkpoints without a hash may hold anything."""
+        """Turn whatever is raised in this block into a ResumeError: what the checkpoint names may have changed."""
         return readable(self.path, _WHAT, ResumeError)
 
 
@@ -70,14 +61,15 @@ class TrainingFolder:
 
     Args:
         path: the folder, made by `opened`.
-        recipe: of the run that is called for; plain values.
+        recipe: what decides the bits of the run that is called for; plain values.
         call: the function that trains, as errors name it.
         result: files that stand there at the end, beside the run's own.
     """
 
     def __init__(self, path: Path, recipe: Mapping[str, Any], call: str, result: Sequence[str]):
         self.path, self.call, self.result = path, call, tuple(result)
-        self.recipe: dict[str, Any] = json.loads(json.dumps(recipe))  # as it will be read again
+        self._run = CallFile(path, RUN, recipe, what=_WHAT, words=_HASHES)
+        self.recipe: dict[str, Any] = self._run.settings
         self._log_digest = hashlib.sha256()
         self._saved = 0
 
@@ -134,47 +126,31 @@ class TrainingFolder:
         Raises:
             ResumeError: it holds another run, something else, or other files than were written.
         """
-        path = self.path / RUN
-        try:
-            run = read_sealed(path, _WHAT, ResumeError)
-        except FileNotFoundError:
-            foreign = (
-                LOG,
-                CHECKPOINT,
-                *(name for file in self.result for name in {Path(file).parts[0], Path(file).name}),
-            )
-            if others := [name for name in foreign if (self.path / name).exists()]:
+        run = self._run.read()
+        if run is None:
+            names = {part for file in self.result for part in (Path(file).parts[0], Path(file).name)}
+            if others := [name for name in (LOG, CHECKPOINT, *names) if (self.path / name).exists()]:
                 raise ResumeError(
-                    f"{self.path} holds {', '.join(others)} without {RUN}: it is no folder of {self.call}. Call "
-                    f"{self.call} as then to go on, give another folder, or overwrite=True to start again"
-                ) from None
+                    f"{self.path} holds {', '.join(others)} without {RUN}: it is no folder of {self.call}. {HOW_TO_RESUME}"
+                )
             return False
-        with readable(path, _WHAT, ResumeError):
-            recipe, finished, files = dict(run["recipe"]), bool(run["finished"]), dict(run.get("files", {}))
-        if changed := differences(recipe, self.recipe, _HASHES):
-            raise ResumeError(
-                f"{self.path} holds another run: {'; '.join(changed)}. Call {self.call} as then to go on, give another "
-                "folder, or overwrite=True to start again"
-            )
-        if finished:
-            require_hashes(self.path, files, _WHAT, ResumeError)
-            for name in self.result:  # of earlier versions, which named no files
-                if not (self.path / name).is_file():
-                    raise ResumeError(missing(self.path / name, _WHAT))
-        return finished
+        with readable(self._run.path, _WHAT, ResumeError):
+            if run["finished"]:
+                require_hashes(self.path, run["files"], _WHAT, ResumeError)
+            return bool(run["finished"])
 
     def outcome(self) -> dict[str, Any]:
-        """What `end` was told of the result.
+        """The result as `end` was given it.
 
         Raises:
             ResumeError: the run does not say.
         """
-        run = read_sealed(self.path / RUN, _WHAT, ResumeError)
-        with readable(self.path / RUN, _WHAT, ResumeError):
+        run = read_sealed(self._run.path, _WHAT, ResumeError)
+        with readable(self._run.path, _WHAT, ResumeError):
             return dict(run["result"])
 
     def checkpoint(self) -> Checkpoint | None:
-        """Where an interrupted run goes on; None where it begins.
+        """The state that an interrupted run resumes from; None where it begins.
 
         Raises:
             ResumeError: the checkpoint, or the log up to it, is not what was written.
@@ -182,21 +158,16 @@ class TrainingFolder:
         path = self.path / CHECKPOINT
         if not path.is_file():
             return None
-        tensors, header = read_tensors(path, _WHAT, ResumeError)
-        if header.get("recipe", self._recipe_digest()) != self._recipe_digest():
-            what = f"{_WHAT} with this recipe"
-            raise ResumeError(altered(path, what))
+        tensors, values = self._run.read_tensors(path, _KEY, _WHAT)
         with readable(path, _WHAT, ResumeError):
-            values = json.loads(header["state"])
-            self._saved = int(values["step"])
+            self._saved, log = int(values["step"]), values["log"]
         lines = [line for line in self.lines() if line["step"] <= self._saved]
-        if header.get("log") not in (None, hashlib.sha256(_text(lines)).hexdigest()):
-            what = f"the log of {_WHAT}"
-            raise ResumeError(altered(self.path / LOG, what))
+        if log != hashlib.sha256(_text(lines)).hexdigest():
+            raise ResumeError(altered(self.path / LOG, f"the log of {_WHAT}"))
         return Checkpoint(path, self._saved, tensors, values, lines)
 
     def kept(self, what: str) -> str:
-        """What the checkpoint holds, in words: "step 300" for what="step"."""
+        """The checkpoint in words: "step 300" for what="step"."""
         return f"{what} {self._saved}" if self._saved else "no checkpoint yet"
 
     def lines(self) -> list[dict[str, Any]]:
@@ -207,19 +178,10 @@ class TrainingFolder:
                 try:
                     line = json.loads(text)
                     line["step"] = int(line["step"])
-                except (
-                    ValueError,
-                    TypeError,
-                    KeyError,
-                    OverflowError,
-                    RecursionError,
-                ):  # cut short by a kill, or damaged
+                except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # cut by a kill, or damaged
                     break
                 lines.append(line)
         return lines
-
-    def _recipe_digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.recipe, sort_keys=True).encode()).hexdigest()
 
     # ------------------------------------------------------------------ writing
 
@@ -228,13 +190,13 @@ class TrainingFolder:
         if kept is None:
             (self.path / CHECKPOINT).unlink(missing_ok=True)
             self._saved = 0
-            write_sealed(self.path / RUN, {"recipe": self.recipe, "finished": False})
+            self._run.write(finished=False)
         text = _text(kept or ())
         self._log_digest = hashlib.sha256(text)
         write_text(self.path / LOG, text.decode())
 
     def log(self, entry: Mapping[str, Any]) -> None:
-        """One line more.
+        """Add a line to the log.
 
         Raises:
             OSError: the disk is full; what was written before is kept.
@@ -252,16 +214,13 @@ class TrainingFolder:
         """
         with open(self.path / LOG, "ab") as file:
             os.fsync(file.fileno())  # no checkpoint is on the disk without its log
-        header = {"state": json.dumps(state), "recipe": self._recipe_digest(), "log": self._log_digest.hexdigest()}
-        write_tensors(self.path / CHECKPOINT, tensors, header)
+        values = {**state, "log": self._log_digest.hexdigest()}
+        self._run.write_tensors(self.path / CHECKPOINT, _KEY, tensors, values)
         self._saved = int(state["step"])
 
     def end(self, result: Mapping[str, Any], files: Iterable[str]) -> None:
-        """The word that the result is there, and in which files; then the checkpoint goes."""
-        hashes = hashes_of(self.path, (LOG, *files))
-        write_sealed(
-            self.path / RUN, {"recipe": self.recipe, "finished": True, "result": dict(result), "files": hashes}
-        )
+        """Note that the result is there, and in which files; then remove the checkpoint."""
+        self._run.write(finished=True, result=dict(result), files=hashes_of(self.path, (LOG, *files)))
         (self.path / CHECKPOINT).unlink(missing_ok=True)
 
 

@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from swd_lens.base.errors import TrainError
 from swd_lens.factorization.checkpoint import tokens_fingerprint
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.text import as_rows
@@ -34,7 +35,7 @@ class Shuffled:
         self.n_rows, self.row_length = rows.shape
 
     def batches(self, batch_size: int, seed: int, done: int) -> Iterator[Int[Tensor, "_rows pos"]]:
-        """Without end: the batches of step done + 1, done + 2, ..."""
+        """Yield the batches of step done + 1, done + 2, ..., without end."""
         start = done * batch_size
         while True:
             positions = [divmod(start + i, self.n_rows) for i in range(batch_size)]  # of the passes laid end to end
@@ -101,6 +102,25 @@ def rows_of(tokens: Any, model: Any, streamed: tuple[type, ...] = (TokenStream, 
     return Shuffled(as_rows(tokens, model))
 
 
+def rows_for(name: str, n_tokens: int, rows: Rows, *, shortest: int = 1) -> int:
+    """The number of whole rows that make a step's tokens.
+
+    Args:
+        name: of the setting that says how many tokens.
+        shortest: the least length of a row.
+
+    Raises:
+        TrainError: they do not divide, or the text has too few rows, or too short ones.
+    """
+    n_rows, left = divmod(n_tokens, rows.row_length)
+    if left or n_rows > rows.n_rows or rows.row_length < shortest:
+        raise TrainError(
+            f"{name}={n_tokens} cannot be made of these {rows.n_rows} rows of {rows.row_length} tokens; give a multiple of the "
+            f"row length ({shortest} or more), and at least as many rows as one step takes"
+        )
+    return n_rows
+
+
 # ---------------------------------------------------------------------------------------------- processes
 
 
@@ -144,10 +164,10 @@ class Processes:
         return [part.view_as(t).to(t.device) for part, t in zip(parts, tensors, strict=True)]
 
     def agreed(self, flag: bool) -> bool:
-        """What the main process says, in every process; waits for all of them."""
+        """Give the main process's value to every process; waits for all of them."""
         return bool(self.total([torch.tensor(float(flag and self.main))])[0])
 
     def wait(self) -> None:
-        """Until every process is here."""
+        """Wait until every process is here."""
         if self._state is not None:
             self._state.wait_for_everyone()

@@ -119,10 +119,5 @@ def test_every_repr_of_names_shows_what_is_invisible():
     odd = "x\x1b[31m\x00\u202e"
     f = Factors(torch.eye(2), torch.eye(2), {}, {"site": odd})
     scores = UnitScores({"blocks.0.mlp_out": torch.ones(2)}, {}, {"task": odd})
-    for shown in (
-        repr(f),
-        repr(FactorSet({odd: f})),
-        FactorSet({odd: f})._repr_html_(),
-        repr(scores),
-    ):
+    for shown in (repr(f), repr(FactorSet({odd: f})), FactorSet({odd: f})._repr_html_(), repr(scores)):
         assert "x␛[31m␀⟨U+202E⟩" in shown and not [c for c in shown if not c.isprintable() and c != "\n"]

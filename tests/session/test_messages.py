@@ -75,7 +75,7 @@ SLIPS = {
     "factorize, s by position": (
         lambda s: swd.factorize(s.model, SITE, 0.5),
         TypeError,
-        "0.5 is one too many: name it. ",
+        "pass 0.5 by keyword: ",
     ),
     "factorize says what to name": (
         lambda s: swd.factorize(s.model, SITE, 0.5),

@@ -59,8 +59,8 @@ def test_digits_code_and_scripts_without_spaces_are_not_told(model, prompt, answ
     tokenizer = TaskTokenizer("mine", model)
     tokenizer.short = lambda text: (len(text),)
     cautions = Cautions(tokenizer)
-    assert not cautions._goes_on_the_word(prompt, answer)
-    assert cautions._goes_on_the_word("the year 17", "on")
+    assert not cautions.goes_on_the_word(prompt, answer)
+    assert cautions.goes_on_the_word("the year 17", "on")
 
 
 def test_an_answer_that_the_prompt_gives_away(model):

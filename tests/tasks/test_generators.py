@@ -1,7 +1,6 @@
 """The four task families: content splits, determinism, answers that follow from the prompt, GPT-2's tokens."""
 
 import itertools
-import random
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,6 @@ from swd_lens.tasks.generators import (
     corrupts,
     generate,
     greater_than,
-    training_document,
     words,
 )
 from swd_lens.tasks.generators.words import SPLITS
@@ -67,22 +65,6 @@ def names_of(owner):
     return [name for gender in ("she", "he") for name in words.pronoun_names(owner, gender)]
 
 
-def test_a_task_has_the_content_that_the_embedded_model_never_read():
-    for family in FAMILIES:
-        assert content_of(family) == {"train": "task train", "validation": "task validation", "test": "test"}
-    assert content_of("capital") == {split: split for split in SPLITS}
-    # The two parts are the text's "validation", which no training document has (tested below).
-    parts = [set(words.name_pairs(part)) for part in words.TASK_PARTS]
-    assert parts[0] | parts[1] == set(words.name_pairs("validation")) and not parts[0] & parts[1]
-    parts = [set(words.object_places(part)) for part in words.TASK_PARTS]
-    assert parts[0] | parts[1] == set(words.object_places("validation")) and not parts[0] & parts[1]
-    parts = [words.start_years(part) for part in words.TASK_PARTS]
-    assert sorted(parts[0] + parts[1]) == sorted(words.start_years("validation"))
-    assert [len(names_of(owner)) for owner in words.OWNERS] == [72, 10, 14, 6, 4]
-    with pytest.raises(ValueError, match="unknown split 'task train'; choose one of train, validation, test"):
-        generate("capital", "task train", 1)
-
-
 def test_seen_and_unseen_templates_are_different_sentences():
     for family in FAMILIES:
         templates = {
@@ -118,18 +100,6 @@ def test_prompts_are_the_same_in_every_process_and_version():
     assert first["gendered_pronoun"].prompt == "Ronald isn't a nice judge, is"
 
 
-def test_ioi_answer_is_the_name_said_once():
-    for e in generate("ioi", "test", 200, templates="all"):
-        (answer,), (distractor,) = e.answers, e.distractors
-        said = re.findall("|".join(words.NAMES), e.prompt)
-        assert said.count(answer.strip()) == 1
-        assert said.count(distractor.strip()) == 2
-        corrupt = re.findall("|".join(words.NAMES), e.corrupt)
-        assert len(corrupt) == len(set(corrupt)) == 3
-        first_is_answer = said[0] == answer.strip()
-        assert e.meta["order"] == ("ABBA" if first_is_answer else "BABA")
-
-
 @pytest.mark.parametrize("family", ["ioi", "gendered_pronoun"])
 def test_further_corrupt_prompts_differ_in_the_names_alone(family):
     people = {*words.FEMALE, *words.MALE}
@@ -149,98 +119,18 @@ def test_further_corrupt_prompts_differ_in_the_names_alone(family):
     assert list(corrupts(generate("docstring", "train", 1)[0])) == []
 
 
-def test_docstring_answer_is_the_next_argument():
-    for e in generate("docstring", "test", 200, templates="all"):
-        arguments = re.search(r"def \w+\((?:self, |cls, )?(.*?)\)", e.prompt).group(1).split(", ")
-        documented = re.findall(r":(?:param|arg) (\w+):", e.prompt)
-        assert len(arguments) == 6
-        assert len(documented) == 2
-        assert e.answers == (" " + arguments[arguments.index(documented[-1]) + 1],)
-        assert len(set(e.distractors)) == 13
-        assert {" " + a for a in arguments} - set(e.answers) <= set(e.distractors)
-        assert not set(e.answers) & set(e.distractors)
-        assert not any(re.search(rf"\b{a}\b", e.corrupt.split(")")[0]) for a in arguments)
-
-
-def test_greater_than_sides_are_strict():
-    for e in generate("greater_than", "test", 200, templates="all"):
-        start, century = re.findall(r"\d+", e.prompt)
-        assert start == e.meta["content"]
-        assert e.prompt.endswith(century)
-        assert start.startswith(century)
-        year = int(start[2:])
-        assert [int(a) for a in e.answers] == list(range(year + 1, 100))
-        assert [int(d) for d in e.distractors] == list(range(year))
-        assert f"{century}01" in e.corrupt
-
-
-def test_pronoun_follows_from_the_name_and_test_names_are_in_no_training_question():
-    test_names = {e.meta["content"] for e in generate("gendered_pronoun", "test", 400)}
-    assert len(test_names) >= 12
-    for e in generate("gendered_pronoun", "test", 200, templates="all"):
-        female = e.meta["content"] in words.FEMALE
-        assert (e.answers, e.distractors) == (((" she",), (" he",)) if female else ((" he",), (" she",)))
-    rng = random.Random(0)
-    questions = " ".join(training_document("gendered_pronoun", rng) for _ in range(3000))
-    assert not any(re.search(rf"\b{name}\b", questions) for name in test_names)
-
-
-def test_training_text_never_has_held_out_content():
-    rng = random.Random(0)
-    for _ in range(2000):
-        text = training_document("ioi", rng)
-        names = sorted(set(re.findall(r"\b(?:" + "|".join(words.NAMES) + r")\b", text)))
-        pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
-        assert all(words.split_of("names", *pair) == "train" for pair in pairs), text
-        text = training_document("docstring", rng)
-        arguments = re.search(r"def \w+\((?:self, )?(.*?)\)", text).group(1).split(", ")
-        assert all(words.split_of("arguments", *pair) == "train" for pair in pairwise(arguments))
-        start = re.search(r"\d{4}", training_document("greater_than", rng)).group()
-        assert words.split_of("year", start) == "train"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("io", "test", 5), "unknown family 'io'; choose one of ioi, docstring, greater_than, gendered_pronoun"),
-        (("ioi", "dev", 5), "unknown split 'dev'; choose one of train, validation, test"),
-        (("ioi", "test", 0), "n is 0"),
-        (("ioi", "test", 5, 0, "new"), "unknown templates 'new'; choose one of seen, unseen, all"),
+        (("io", "test", 5), "family must be one of 'ioi', 'docstring', 'greater_than', 'gendered_pronoun', "),
+        (("ioi", "dev", 5), "split must be one of 'train', 'validation', 'test', "),
+        (("ioi", "test", 0), "n must be a whole number of at least 1, got 0"),
+        (("ioi", "test", 5, 0, "new"), "templates must be one of 'seen', 'unseen', 'all', got 'new'"),
     ],
 )
 def test_bad_requests_say_what_is_valid(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         generate(*arguments)
-
-
-def test_single_tokens_under_gpt2():
-    if not GPT2.is_dir():
-        pytest.skip(f"no GPT-2 tokenizer at {GPT2}")
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(GPT2), local_files_only=True)
-
-    def one(text: str) -> bool:
-        return len(tokenizer.encode(text, add_special_tokens=False)) == 1
-
-    lists = (words.NAMES, words.PLACES, words.OBJECTS, words.ARGUMENTS, words.EVENTS, words.ADJECTIVES, words.ROLES)
-    assert [word for group in lists for word in group if not one(" " + word)] == []
-    for family in FAMILIES:
-        for e in generate(family, "test", 100, templates="all"):
-            assert [text for text in (*e.answers, *e.distractors) if not one(text)] == []
-    # the caveat of greater_than's docstring: most start years, not all, are split CC + YY
-    years = [str(year) for split in SPLITS for year in words.start_years(split)]
-    pieces = [[tokenizer.decode([i]) for i in tokenizer.encode(" " + year)] for year in years]
-    split = [piece == [" " + year[:2], year[2:]] for piece, year in zip(pieces, years, strict=True)]
-    assert 0.8 < sum(split) / len(split) < 1
-
-
-def test_lists_hold_each_word_once():
-    for group in (words.NAMES, words.PLACES, words.OBJECTS, words.ARGUMENTS, words.EVENTS):
-        assert len(set(group)) == len(group)
-    assert words.split_of("names", "Anna", "Mary") == words.split_of("names", "Anna", "Mary")
-    share = sum(words.split_of("x", str(i)) == "test" for i in range(4000)) / 4000
-    assert abs(share - 0.15) < 0.02
 
 
 def test_asking_for_more_prompts_than_there_are_says_how_many(monkeypatch):

@@ -98,7 +98,7 @@ def test_a_generator_is_refused_with_the_way_out(model):
     with pytest.raises(TokenError, match=r"needs a function that starts the rows anew, got list"):
         TokenStream(ROWS.tolist(), 7)
     for n_rows in (0, -1, 1.5):
-        with pytest.raises(TokenError, match=f"n_rows must be a whole number of 1 or more, got {n_rows}"):
+        with pytest.raises(TokenError, match=f"n_rows must be a whole number of at least 1, got {n_rows}"):
             TokenStream(lambda: ROWS, n_rows)
 
 

@@ -1,16 +1,17 @@
-"""Tokenized tasks: buckets, margins, and every way a task can be unusable."""
+"""Task: splits of examples, of a user's own prompts, of token ids, and of one prompt."""
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import swd_lens as swd
+from swd_lens import baselines
 from swd_lens.base.errors import TaskError
-from swd_lens.tasks import Task, TaskExample, load_task
-from swd_lens.tasks.loaders import _check_numbers
-from swd_lens.tasks.prompt import Prompt
-from tests.micro import random_split, split_of
+from swd_lens.circuits import attribute
+from swd_lens.tasks import Task, TaskExample
+from swd_lens.tasks.task import _examples
+from swd_lens.units import attach
+from tests.micro import toy_model
 
 WORDS = ["<unk>", "<bos>", "the", "cat", "dog", "sat", "ran", "he", "she", "4", "2"]
 
@@ -33,62 +34,6 @@ class FakeHost:
 GOOD = TaskExample("the cat", ("sat",), ("ran",))
 
 
-def test_margin_by_hand():
-    split = split_of([[0], [1, 2]], [[0, 1], [2]], [[2], [0, 1]], d_vocab=3)
-    buckets = list(split.buckets())
-    assert [bucket.tokens.tolist() for bucket in buckets] == [[[0]], [[1, 2]]]
-    logits = torch.tensor([[1.0, 3.0, 5.0]])
-    # prompt 0: (1 + 3) / 2 - 5 = -3; its best answer (3) is below the distractor (5). prompt 1: 5 - (1 + 3) / 2 = 3.
-    assert buckets[0].margin(logits).tolist() == [-3.0]
-    assert buckets[0].correct(logits).tolist() == [0.0]
-    assert buckets[1].margin(logits).tolist() == [3.0]
-    assert buckets[1].correct(logits).tolist() == [1.0]
-
-
-def test_only_the_answers_of_the_split_are_columns():
-    split = split_of([[0], [1]], [[70], [3]], [[5, 900], [70]], d_vocab=1000)
-    assert split.token_ids.tolist() == [3, 5, 70, 900]
-    (bucket,) = split.buckets()
-    assert bucket.answers.tolist() == [[0, 0, 1, 0], [1, 0, 0, 0]]
-    assert bucket.distractors.tolist() == [[0, 0.5, 0, 0.5], [0, 0, 1, 0]]
-    logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
-    chosen = logits[:, bucket.token_ids]
-    assert torch.equal(bucket.margin(logits), bucket.margin(chosen))
-    assert torch.equal(bucket.correct(logits), bucket.correct(chosen))
-    torch.testing.assert_close(bucket.margin(logits)[0], logits[0, 70] - logits[0, [5, 900]].mean())
-    with pytest.raises(TaskError, match=r"logits have 7 columns; give the 4 of bucket.token_ids, or the whole .* 1000"):
-        bucket.margin(logits[:, :7])
-
-
-def test_gradients_pass_through_whole_and_chosen_logits():
-    (bucket,) = split_of([[0]], [[2]], [[1]], d_vocab=4).buckets()
-    logits = torch.zeros(1, 4, requires_grad=True)
-    bucket.margin(logits).sum().backward()
-    assert logits.grad.tolist() == [[0, -1, 1, 0]]
-
-
-def test_corrupt_prompts_are_tokenized_and_come_with_their_rows():
-    pair = [TaskExample("the cat", ("sat",), ("ran",), corrupt="the dog ran"), TaskExample("the", ("he",), ("she",))]
-    task = Task.from_examples("mine", pair, [GOOD], FakeHost(), validation=[GOOD], prepend_bos=True)
-    assert [None if ids is None else ids.tolist() for ids in task.train.corrupt] == [[1, 2, 4, 6], None]
-    short, long = task.train.buckets()
-    assert short.corrupt == (None,) and short.examples == (pair[1],)
-    assert long.corrupt[0].tolist() == [1, 2, 4, 6] and long.examples == (pair[0],)
-    (bucket,) = split_of([[0]], [[1]], [[2]], d_vocab=3).buckets()  # no example has one
-    assert bucket.corrupt == (None,)
-
-
-def test_buckets_hold_every_prompt_once_and_one_length_each():
-    split = random_split(50)
-    seen = []
-    for bucket in split.buckets(batch_size=4):
-        assert len(bucket.index) <= 4
-        for i, tokens in zip(bucket.index.tolist(), bucket.tokens, strict=True):
-            assert torch.equal(tokens, split.tokens[i])
-            seen.append(i)
-    assert sorted(seen) == list(range(50))
-
-
 def test_tokens_answers_and_bos():
     task = Task.from_examples("mine", [GOOD], [GOOD], FakeHost(), validation=[GOOD], prepend_bos=True)
     assert task.train.tokens[0].tolist() == [1, 2, 3]
@@ -96,53 +41,6 @@ def test_tokens_answers_and_bos():
     assert "1 train, 1 validation, 1 test" in repr(task)
     assert [split.name for split in task.splits] == ["train", "validation", "test"] and task.test.task == "mine"
     assert task.splits == (task.train, task.validation, task.test)
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (TaskExample("the cat", ("42",), ("ran",)), r"answer is not one token: '42' is 2 tokens"),
-        (TaskExample("the cat", ("sat",), ("42",)), r"distractor is not one token: '42' is 2 tokens"),
-        (TaskExample("the cat", ("sat", "ran"), ("ran",)), r"an answer is also a distractor: 'ran'"),
-        (TaskExample("the cat", (), ("ran",)), r"no answers or no distractors: 0 answers, 1 distractors"),
-        (TaskExample("the cat", ("zebra",), ("ran",)), r"answer is not in the vocabulary: 'zebra'"),
-        (TaskExample("", ("sat",), ("ran",)), r"empty prompt"),
-        (TaskExample("the \ud83d", ("sat",), ("ran",)), r"half of a character: 'the \\ud83d'"),
-        (TaskExample("the", ("sat",), ("\ude00",)), r"half of a character"),
-        (TaskExample("cat", ("sat",), ("ran",), corrupt=""), r"empty corrupt prompt"),
-        (
-            TaskExample("cat", ("sat",), ("ran",), corrupt="the " * 9),
-            r"corrupt prompt longer than the context: 9 tokens",
-        ),
-        (TaskExample("the cat " * 5, ("sat",), ("ran",)), r"prompt longer than the context: 10 tokens, n_ctx is 8"),
-    ],
-)
-def test_unusable_examples_are_refused_or_dropped_and_counted(bad, message):
-    with pytest.raises(TaskError, match=message):
-        Task.from_examples("mine", [GOOD, bad], [GOOD], FakeHost(), validation=[GOOD])
-    task = Task.from_examples("mine", [GOOD, bad], [GOOD], FakeHost(), validation=[GOOD], on_bad="drop")
-    assert len(task.train) == 1 and sum(task.train.dropped.values()) == 1
-    (reason,) = task.train.dropped
-    assert f"1 train, 1 validation, 1 test (kept 3 of 4; dropped: 1 {reason})" in repr(task)
-
-
-def test_a_text_that_the_tokenizer_cannot_read_is_refused(default_model):
-    """A lone surrogate was a TypeError of the tokenizers' library."""
-    with pytest.raises(TaskError, match=r"this host's tokenizer cannot read 'half \\ud83d'"):
-        Prompt.of(default_model, "half \ud83d", "generate")
-
-
-def test_a_tokenizer_that_puts_a_space_before_every_text():
-    host = FakeHost()
-    words = ["<unk>", "\u2581", *(f"\u2581{word}" for word in ("a", "cat", "sat", "ran"))]
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    backend.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
-    host.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-    example = TaskExample("a cat", (" sat",), (" ran",))
-    assert len(host.tokenizer(" sat")["input_ids"]) == 2
-    task = Task.from_examples("mine", [example], [example], host, validation=[example])
-    assert (task.train.answer_ids, task.train.distractor_ids) == (((4,),), ((5,),))
 
 
 def test_empty_tasks_are_refused():
@@ -184,48 +82,164 @@ def test_a_training_part_is_divided_by_prompts():
         Task.from_examples("mine", train[:2], test, FakeHost())
 
 
-def test_load_task_names_what_exists():
-    with pytest.raises(TaskError, match=r"'greater_then' is neither a task family .* Did you mean 'greater_than'\?"):
-        load_task("greater_then", FakeHost())
-    for n in ("n_train", "n_validation", "n_test"):
-        with pytest.raises(TaskError, match=f"{n}=0"):
-            load_task("ioi", FakeHost(), **{n: 0})
-    with pytest.raises(TaskError, match=r"splits=.* belongs to Edge-Pruning folders; 'ioi' is split by n_train"):
-        load_task("ioi", FakeHost(), splits=("a", "b"))
-    with pytest.raises(TaskError, match="inclusive=True belongs to Edge-Pruning's greater-than"):
-        load_task("greater_than", FakeHost(), inclusive=True)
-    host = FakeHost()
-    host.tokenizer.bos_token = None
-    with pytest.raises(TaskError, match="this tokenizer has no BOS token; pass prepend_bos=False"):
-        load_task("ioi", host, prepend_bos=True)
+NOUNS = ["cat", "dog", "he", "she", "the"]
 
 
-@pytest.mark.parametrize("n", [2.5, "3"])
-def test_numbers_of_prompts_are_whole(n):
-    with pytest.raises(TaskError, match=f"n_train must be a whole number, got {n!r}"):
-        _check_numbers(n_train=n)  # beartype, here alone, lets nothing of the kind reach load_task
+PROMPTS = [f"{first} {second}" for first in NOUNS for second in NOUNS]
 
 
-def test_greater_than_is_refused_where_digits_are_tokens_of_their_own():
-    reason = r"several tokens of two digits \('41' -> \['4', '<unk>'\]\).* leaves greater-than out for Qwen"
-    with pytest.raises(TaskError, match=reason):
-        load_task("greater_than", FakeHost())
-    example = TaskExample("the cat", ("42", "43"), ("01",))
-    with pytest.raises(TaskError, match=reason):
-        Task.from_examples("years", [example], [example], FakeHost(), validation=[example], on_bad="drop")
+LISTS = {"answers": ["sat"] * 25, "distractors": [["ran", "the"]] * 25}
 
 
-@pytest.mark.parametrize("family", ["ioi", "docstring", "greater_than", "gendered_pronoun"])
-def test_families_on_the_embedded_model(default_model, family):
-    task = load_task(family, default_model, n_train=60, n_validation=30, n_test=40)
-    assert (len(task.train), len(task.validation), len(task.test)) == (60, 30, 40)
-    assert task.prepend_bos and all(
-        int(tokens[0]) == default_model.tokenizer.bos_token_id for tokens in task.train.tokens
+def test_five_lines():
+    task = Task.from_prompts(
+        "mine",
+        FakeHost(),
+        prompts=["the cat", "the dog", "he", "she"],
+        answers=["sat", "ran", "sat", ["ran", "sat"]],
+        distractors=[["ran"], ["sat"], ["ran"], "dog"],
     )
+    assert tuple(map(len, task.splits)) == (2, 1, 1) and "(kept all 4)" in repr(task)
+    answers = {e.prompt: (e.answers, e.distractors) for s in task.splits for e in s.examples}
+    assert answers["she"] == (("ran", "sat"), ("dog",)) and answers["the dog"] == (("ran",), ("sat",))
 
 
-def test_tasks_are_the_same_every_time(default_model):
-    first, second = (swd.load_task("ioi", default_model, n_train=10, n_test=5) for _ in range(2))
-    assert first.train.examples == second.train.examples
-    other = swd.load_task("ioi", default_model, n_train=10, n_test=5, seed=1)
-    assert first.train.examples != other.train.examples
+def test_splits_are_those_of_the_seed():
+    def prompts(**options):
+        task = Task.from_prompts("mine", FakeHost(), PROMPTS, **LISTS, **options)
+        return tuple([e.prompt for e in split.examples] for split in task.splits)
+
+    parts = prompts()
+    assert [len(part) for part in parts] == [13, 6, 6] and len({prompt for part in parts for prompt in part}) == 25
+    assert prompts() == parts and prompts(seed=1) != parts
+    few = prompts(validation_fraction=0.1)
+    assert [len(part) for part in few] == [17, 2, 6] and few[2] == parts[2] and set(few[1]) < set(parts[1])
+    sizes = {(None, 0.001): [23, 1, 1], (None, 0.999): [1, 1, 23], (None, 0.5): [7, 6, 12], (None, 0.25): [13, 6, 6]}
+    sizes |= {(0.001, 0.001): [23, 1, 1], (0.99, 0.001): [1, 23, 1], (0.4, 0.5): [3, 10, 12]}
+    for (validation, test), expected in sizes.items():
+        found = prompts(validation_fraction=validation, test_fraction=test)
+        assert [len(part) for part in found] == expected
+
+
+def test_three_prompts_are_enough_and_two_are_not():
+    for seed in range(4):
+        task = Task.from_prompts("mine", FakeHost(), PROMPTS[:3], ["sat"] * 3, ["ran"] * 3, seed=seed)
+        assert tuple(map(len, task.splits)) == (1, 1, 1)
+    with pytest.raises(TaskError, match="has 2 prompts; train, validation and test need at least one each"):
+        Task.from_prompts("mine", FakeHost(), PROMPTS[:2], ["sat"] * 2, ["ran"] * 2)
+
+
+def test_any_iterable_will_do():
+    lists = Task.from_prompts("mine", FakeHost(), PROMPTS, **LISTS, corrupt=PROMPTS[::-1])
+    answers, distractors = (({text} for text in texts) for texts in (["sat"] * 25, ["ran"] * 25))
+    drawn = Task.from_prompts("mine", FakeHost(), iter(PROMPTS), answers, distractors, corrupt=iter(PROMPTS[::-1]))
+    assert [e.prompt for e in drawn.train.examples] == [e.prompt for e in lists.train.examples]
+    assert [e.corrupt for e in drawn.test.examples] == [e.corrupt for e in lists.test.examples]
+
+
+def test_duplicates_are_refused_or_dropped():
+    with pytest.raises(TaskError, match=r"prompt 'he': duplicate prompt"):
+        Task.from_prompts("mine", FakeHost(), ["he"] * 3, ["sat"] * 3, ["ran"] * 3)
+    task = Task.from_prompts("mine", FakeHost(), ["he", "she", "he", "cat"], ["sat"] * 4, ["ran"] * 4, on_bad="drop")
+    assert "(kept 3 of 4; dropped: 1 duplicate prompt)" in repr(task)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"answers": ["sat"] * 24}, "has 25 prompts but 24 entries in answers"),
+        ({"answers": "sat"}, "answers must be a list with one entry per prompt, got the string 'sat'"),
+        ({"corrupt": ["he"]}, "25 prompts but 1 entries in corrupt"),
+        ({"answers": None}, "needs answers and distractors for every prompt, or a metric function"),
+        ({"answers": ["42"] * 25}, "an answer is not one token: '42' is 2 tokens .* did you mean ' 42'"),
+        ({"distractors": [[]] * 25}, "no answers or no distractors: 1 answers, 0 distractors"),
+        ({"test_fraction": 1}, "test_fraction must lie between 0 and 1, got 1"),
+        ({"prompts": ["he"], "answers": ["sat"], "distractors": ["ran"]}, "has 1 prompts; .* need at least one"),
+        (
+            {"validation_fraction": 0},
+            "validation_fraction must lie between 0 and 1 .* beside test_fraction=0.25, got 0",
+        ),
+        ({"validation_fraction": 0.5, "test_fraction": 0.5}, "and leave something to train on .*=0.5, got 0.5"),
+    ],
+)
+def test_bad_input_is_named(changes, message):
+    with pytest.raises(TaskError, match=message):
+        Task.from_prompts("mine", FakeHost(), **{"prompts": PROMPTS, **LISTS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": [None, *PROMPTS[1:]]}, "prompt 0 must be a string, got None"),
+        ({"prompts": 3}, "prompts must be a list with one entry per prompt, got 3"),
+        ({"answers": ["sat", None, *["he"] * 23]}, "answers of prompt 1 .* got None"),
+        ({"distractors": [[41]] * 25}, r"distractors of prompt 0 must be a string or a list of strings, got \[41\]"),
+        ({"corrupt": [5] * 25}, "corrupt prompt 0 must be a string, got 5"),
+    ],
+)
+def test_what_is_no_text_is_named(changes, message):
+    with pytest.raises(TaskError, match=message):  # beartype, here alone, lets little of the kind reach from_prompts
+        _examples("mine", **{"prompts": PROMPTS, **LISTS, "corrupt": None, "metric": None, **changes})
+
+
+def test_a_task_of_token_ids_needs_no_tokenizer():
+    model = toy_model()
+    prompts = [[1, 2, 3], [4, 5], torch.tensor([6, 7, 8]), [9]]
+    task = Task.from_tokens("ids", model, prompts, [3, [4, 5], 6, 7], [[0], 1, [1, 2], 0])
+    assert (*map(len, task.splits), task.prepend_bos) == (2, 1, 1, False) and "token ids" in task.source
+    found = {
+        tuple(tokens.tolist()): (answers, distractors)
+        for split in task.splits
+        for tokens, answers, distractors in zip(split.tokens, split.answer_ids, split.distractor_ids, strict=True)
+    }
+    assert found == {
+        (1, 2, 3): ((3,), (0,)), (4, 5): ((4, 5), (1,)), (6, 7, 8): ((6,), (1, 2)), (9,): ((7,), (0,))
+    }  # fmt: skip
+    assert {example.prompt for example in task.train.examples} <= {"1 2 3", "4 5", "6 7 8", "9"}
+    # The margin is that of the logits, by hand.
+    bucket = next(b for split in task.splits for b in split.buckets() if b.tokens.shape[1] == 3)
+    logits = model(bucket.tokens)[:, -1]
+    row = found[tuple(bucket.tokens[0].tolist())]
+    expected = logits[0, list(row[0])].mean() - logits[0, list(row[1])].mean()
+    assert float(bucket.margin(logits)[0]) == pytest.approx(float(expected), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "answers", "distractors", "message"),
+    [
+        ([[1], [1]], [2, 2], [3, 3], "prompt 1: .*the same ids"),
+        ([[1], [2]], [2, 99], [3, 3], "prompt 1: an answer is not in the vocabulary.*id 99, ids are 0 to 19$"),
+        ([[1], [2]], [2, 3], [3, [3, 4]], "an answer is also a distractor"),
+        ([[1], [2]], [2, []], [3, 4], "no answers or no distractors"),
+        ([[1], [2]], [2, 2.5], [3, 4], "an answer is no token"),
+        ([[1], [2]], [2, 3], [3, 4], "2 prompts; train, validation and test"),
+        ([[1], [2]], [2], [3, 4], "answers"),
+        ([[1], [20]], [2, 3], [3, 4], "20"),
+    ],
+)
+def test_ids_that_make_no_task_are_refused(prompts, answers, distractors, message):
+    with pytest.raises(ValueError, match=message):
+        Task.from_tokens("ids", toy_model(), prompts, answers, distractors)
+
+
+def test_one_prompt_is_attributed_alone(default_model):
+    prompt = "The list is"
+    split = Task.of_prompt(default_model, prompt, " she", [" he"])
+    ids = default_model.to_tokens([" she", " he"], prepend_bos=False)[:, 0].tolist()
+    assert split.answer_ids == ((ids[0],),) and split.distractor_ids == ((ids[1],),) and len(split) == 1
+    again = Task.of_prompt(default_model, split.tokens[0], *ids)
+    assert torch.equal(again.tokens[0], split.tokens[0]) and again.answer_ids == split.answer_ids
+    factors = baselines.neurons(default_model, "blocks.3.mlp_out")
+    scores = attribute(default_model, factors, split, sign="signed")
+    # First-order scores of exact units at one site: z times the gradient of the margin, which z is linear in but for the norm.
+    with attach(default_model, factors):
+        logits, cache = default_model.run_with_cache(split.tokens[0][None])
+    margin = float(logits[0, -1, ids[0]] - logits[0, -1, ids[1]])
+    torch.testing.assert_close(scores.means["blocks.3.mlp_out"], cache["mlp_out_unit", 3][0, -1], atol=1e-5, rtol=1e-5)
+    wanted = attribute(default_model, factors, split, score="direct_logit", sign="signed").scores["blocks.3.mlp_out"]
+    torch.testing.assert_close(
+        scores.scores["blocks.3.mlp_out"], wanted, atol=1e-4, rtol=1e-4
+    )  # the last site: no layer behind
+    assert margin == pytest.approx(float(split.buckets().__next__().margin(logits[:, -1])[0]), abs=1e-5)
+    with pytest.raises(ValueError, match="one token"):
+        Task.of_prompt(default_model, prompt, " she said", " he")

@@ -100,17 +100,6 @@ def test_a_kill_after_the_last_checkpoint_needs_no_training(toy, whole, tmp_path
     assert log(tmp_path) == log(whole[1])
 
 
-def test_a_finished_run_is_taken_over(toy, whole, monkeypatch):
-    def never(self, rows):
-        raise AssertionError("trained")
-
-    monkeypatch.setattr(Engine, "advance", never)
-    again = finetune(*toy, ROWS, out=whole[1], **SAME)
-    assert bits(again) == bits(whole[0]) and again.provenance == whole[0].provenance
-    site = next(iter(again))
-    assert again[site].relmse() == whole[0][site].relmse()  # the weight is remembered, too
-
-
 def test_another_run_is_refused_and_every_difference_named(toy, whole, tmp_path):
     model, factors = toy
     tuned, out = whole
@@ -137,26 +126,6 @@ def test_another_run_is_refused_and_every_difference_named(toy, whole, tmp_path)
     (tmp_path / "damaged" / "run.json").write_text("{")
     with pytest.raises(swd.ResumeError, match=r"run\.json is not a training run, or damaged"):
         finetune(model, factors, ROWS, out=tmp_path / "damaged", **SAME)
-
-
-def test_a_damaged_checkpoint_is_refused(toy, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        interrupt(patch, 4)
-        with pytest.raises(KeyboardInterrupt):
-            finetune(*toy, ROWS, out=tmp_path, **SAME)
-    path = tmp_path / "checkpoint.safetensors"
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(swd.ResumeError, match=r"checkpoint\.safetensors is not a training run, or damaged"):
-        finetune(*toy, ROWS, out=tmp_path, **SAME)
-
-
-def test_overwrite_starts_again(toy, whole, tmp_path):
-    out = tmp_path / "copy"
-    shutil.copytree(whole[1], out)
-    other = {**SAME, "learning_rate": 1e-3}
-    fresh = finetune(*toy, ROWS, out=out, overwrite=True, **other)
-    assert bits(fresh) == bits(finetune(*toy, ROWS, **other)) != bits(whole[0])
-    assert log(out) != log(whole[1]) and bits(swd.FactorSet.load(out / "factors")) == bits(fresh)
 
 
 def test_gradients_are_divided_by_their_common_rms():

@@ -60,16 +60,7 @@ def test_two_processes_of_accelerate_give_what_one_gives(tmp_path):
         tmp_path / "given"
     )
     command = [
-        *(
-            "finetune",
-            "--json",
-            "--factors",
-            str(tmp_path / "given"),
-            "--tokens",
-            "2048",
-            "--heldout-tokens",
-            "256",
-        ),
+        *("finetune", "--json", "--factors", str(tmp_path / "given"), "--tokens", "2048", "--heldout-tokens", "256"),
         *("--eval-every", "5", "--set", "batch_size=3", "--set", "steps=5"),
     ]
     port = 20_000 + os.getpid() % 20_000  # its own, where tests run side by side

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from swd_lens.base.errors import legible, quoted
-from swd_lens.tasks.generators import FAMILIES, training_document
+from swd_lens.tasks.generators import training_document
 from swd_lens.tasks.generators.docstring import CLASSES, FUNCTIONS
 from swd_lens.tasks.generators.words import (
     ADJECTIVES,
@@ -42,9 +42,9 @@ from swd_lens.tasks.generators.words import (
     split_of,
 )
 
-KINDS = (*FAMILIES, "copy", "filler")
 # IOI needs most (it is learned last), pronouns are easy.
 MIX = {"ioi": 0.28, "docstring": 0.14, "greater_than": 0.28, "gendered_pronoun": 0.05, "copy": 0.06, "filler": 0.19}
+KINDS = tuple(MIX)
 # Mean tokens of a document of each kind (measured on 4,000), which turn token shares into document shares.
 MEAN_TOKENS = {"ioi": 33, "docstring": 63, "greater_than": 19, "gendered_pronoun": 18, "copy": 37, "filler": 39}
 N_CTX = 128

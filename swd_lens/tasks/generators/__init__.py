@@ -3,26 +3,31 @@
 1. `words` holds the word lists and gives every piece of content (name pair, object and place, start year, neighbouring
    arguments, some names) to one split. `content_of` says whose content each split of a task has.
 2. Each family draws content of a split, writes a prompt on a seen or an unseen template, and says which next tokens are right
-   and wrong: four modules, `FAMILIES`, for the tasks that the embedded model was trained on, and `TABLES`, sentences as data,
-   for what models of real text know.
-3. `stream` gives different ones without end, the same ones for the same seed; `generate` takes n of them.
+   and wrong. Modules declare their families (family.py) and are found here: `FAMILIES`, on which the embedded model was
+   trained, and sentences as data for what models of real text know (tables.py); together `GENERATED`.
+3. `stream` gives different prompts without end, the same ones for the same seed; `generate` takes n of them.
 
 All text is our own wording. "unseen" templates are in no training text of the embedded model.
 """
 
+import importlib
 import itertools
+import pkgutil
 import random
 from collections.abc import Iterator
 
-from swd_lens.base.errors import legible, quoted
-from swd_lens.tasks.generators import docstring, gendered_pronoun, greater_than, ioi, tables
-from swd_lens.tasks.generators.tables import TABLES
+from swd_lens.base.checks import bounded, one_of
+from swd_lens.tasks.generators.family import Family
 from swd_lens.tasks.generators.words import OWNERS, SPLITS, TASK_PARTS
 from swd_lens.tasks.split import TaskExample
 
-_MODULES = {module.FAMILY: module for module in (ioi, docstring, greater_than, gendered_pronoun)}
-FAMILIES = tuple(_MODULES)
-GENERATED = (*FAMILIES, *TABLES)
+_MODULES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+_DECLARED: list[Family] = [family for module in _MODULES for family in getattr(module, "FAMILIES", ())]
+_BY_NAME = {
+    family.name: family for family in sorted(_DECLARED, key=lambda family: family.trained or len(_DECLARED) + 1)
+}
+GENERATED = tuple(_BY_NAME)
+FAMILIES = tuple(name for name, family in _BY_NAME.items() if family.trained)
 TEMPLATES = ("seen", "unseen", "all")
 _TRIES = 500  # draws without a new prompt before we believe that there are no more
 
@@ -52,8 +57,7 @@ def generate(family: str, split: str, n: int, seed: int = 0, templates: str = "s
         ValueError: an unknown family, split or templates (the valid ones are listed), n < 1, or more prompts asked for
             than the split has.
     """
-    if n < 1:
-        raise ValueError(f"n is {n}; ask for at least 1 prompt")
+    bounded("n", n, 1)
     examples = list(itertools.islice(stream(family, split, seed, templates), n))
     if len(examples) < n:
         raise ValueError(f"{family}/{split}/{templates} has about {len(examples)} different prompts; n is {n}")
@@ -66,9 +70,9 @@ def stream(family: str, split: str, seed: int = 0, templates: str = "seen") -> I
     Raises:
         ValueError: an unknown family, split or templates.
     """
-    _check("family", family, GENERATED)
-    _check("split", split, OWNERS if family in FAMILIES else SPLITS)
-    _check("templates", templates, TEMPLATES)
+    one_of("family", family, GENERATED)
+    one_of("split", split, OWNERS if family in FAMILIES else SPLITS)
+    one_of("templates", templates, TEMPLATES)
     return _draw(family, split, seed, templates)
 
 
@@ -78,11 +82,16 @@ def _draw(family: str, split: str, seed: int, templates: str) -> Iterator[TaskEx
     misses = 0
     while misses <= _TRIES:
         kind = rng.choice(("seen", "unseen")) if templates == "all" else templates
-        example = {**_MODULES, **TABLES}[family].sample(rng, split, kind)
+        example = _BY_NAME[family].sample(rng, split, kind)
         misses = misses + 1 if example.prompt in prompts else 0
         if not misses:
             prompts.add(example.prompt)
             yield example
+
+
+def family_of(example: TaskExample) -> Family | None:
+    """The family that an example is of; None where it is of no generator."""
+    return _BY_NAME.get(example.meta.get("family", ""))
 
 
 def corrupts(example: TaskExample) -> Iterator[str]:
@@ -91,12 +100,10 @@ def corrupts(example: TaskExample) -> Iterator[str]:
     Without end for ioi, gendered_pronoun and capital; none for the other families, whose corrupt prompts differ in other ways
     than names.
     """
-    family = example.meta["family"]
-    redraw = {"ioi": ioi.corrupt, "gendered_pronoun": gendered_pronoun.corrupt}.get(family)
-    redraw = tables.corrupt if "swaps" in example.meta else redraw
-    rng = random.Random(f"{family}/corrupt/{example.prompt}")
-    while redraw is not None:
-        yield redraw(rng, example)
+    family = family_of(example)
+    rng = random.Random(f"{example.meta.get('family')}/corrupt/{example.prompt}")
+    while family is not None and family.corrupt is not None:
+        yield family.corrupt(rng, example)
 
 
 def variants(example: TaskExample) -> Iterator[TaskExample]:
@@ -105,20 +112,16 @@ def variants(example: TaskExample) -> Iterator[TaskExample]:
     Without end for ioi and gendered_pronoun; none for the other families, whose prompts have few templates, and for prompts that
     are not of a family.
     """
-    family = example.meta.get("family", "")
-    redraw = {"ioi": ioi.variant, "gendered_pronoun": gendered_pronoun.variant}.get(family)
-    rng = random.Random(f"{family}/variant/{example.prompt}")
-    while redraw is not None:
-        yield redraw(rng, example)
+    family = family_of(example)
+    rng = random.Random(f"{example.meta.get('family')}/variant/{example.prompt}")
+    while family is not None and family.variant is not None:
+        yield family.variant(rng, example)
 
 
 def training_document(family: str, rng: random.Random, split: str = "train") -> str:
     """One complete text of a family (prompt, answer and what follows) with content of `split`, on seen templates."""
-    _check("family", family, FAMILIES)
-    _check("split", split, SPLITS)
-    return _MODULES[family].document(rng, split)
-
-
-def _check(what: str, value: str, valid: tuple[str, ...]) -> None:
-    if value not in valid:
-        raise ValueError(f"unknown {legible(what)} {quoted(value)}; choose one of {', '.join(valid)}")
+    one_of("family", family, FAMILIES)
+    one_of("split", split, SPLITS)
+    document = _BY_NAME[family].document
+    assert document is not None
+    return document(rng, split)

@@ -9,6 +9,7 @@
 
 import random
 
+from swd_lens.tasks.generators.family import Family
 from swd_lens.tasks.generators.words import ADJECTIVES, ARGUMENTS, OBJECTS, PLACES, as_words, draw_arguments
 from swd_lens.tasks.split import TaskExample
 
@@ -82,3 +83,6 @@ def document(rng: random.Random, split: str) -> str:
     text = _frame(rng, "seen", rng.randrange(len(FRAMES["seen"]))).replace("\0", ", ".join(arguments))
     text += "".join(_line(rng, marker, argument) for argument in arguments[start:stop])
     return text + '    """\n' + rng.choice(("", f"    return {rng.choice(arguments)}\n", "    return None\n"))
+
+
+FAMILIES = (Family(FAMILY, sample, document=document, trained=2),)

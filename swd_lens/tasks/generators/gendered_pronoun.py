@@ -9,6 +9,7 @@
 import random
 import re
 
+from swd_lens.tasks.generators.family import Family
 from swd_lens.tasks.generators.words import ADJECTIVES, PLACES, ROLES, loose_words, pronoun_names
 from swd_lens.tasks.split import TaskExample
 
@@ -41,7 +42,8 @@ LOOSE_SHARE = 0.25  # of training documents: loose words instead of templates, s
 REPLIES = ("", " Yes, {pro} {verb}.", " I think so.", " Yes.", " No, not at all.")
 
 
-def _example(rng: random.Random, split: str, templates: str) -> TaskExample:
+def sample(rng: random.Random, split: str, templates: str) -> TaskExample:
+    """One prompt of `split`; `templates` is "seen" or "unseen"."""
     genders = ("she", "he") if rng.random() < 0.5 else ("he", "she")
     name, other = (rng.choice(pronoun_names(split, gender)) for gender in genders)
     index = rng.randrange(len(TEMPLATES[templates]))
@@ -53,11 +55,6 @@ def _example(rng: random.Random, split: str, templates: str) -> TaskExample:
         corrupt=TEMPLATES[templates][index].format(name=other, **words),
         meta={"family": FAMILY, "split": split, "template": f"{templates}-{index}", "content": name},
     )
-
-
-def sample(rng: random.Random, split: str, templates: str) -> TaskExample:
-    """One prompt of `split`; `templates` is "seen" or "unseen"."""
-    return _example(rng, split, templates)
 
 
 def corrupt(rng: random.Random, example: TaskExample) -> str:
@@ -83,8 +80,11 @@ def document(rng: random.Random, split: str) -> str:
         name = rng.choice(pronoun_names(split, gender))
         start = f"{loose_words(rng, 0, 4)}{name} {loose_words(rng, 1, 7)}".rstrip()
         return f"{start[0].upper()}{start[1:]}, {rng.choice(TAGS)} {gender}?"
-    example = _example(rng, split, "seen")
+    example = sample(rng, split, "seen")
     verb = example.prompt.rsplit(" ", 1)[1].removesuffix("n't")
     verb = {"ca": "can", "wo": "will"}.get(verb, verb)
     reply = rng.choice(REPLIES).format(pro=example.answers[0].strip(), verb=verb)
     return f"{example.prompt}{example.answers[0]}?{reply}"
+
+
+FAMILIES = (Family(FAMILY, sample, corrupt, variant, document=document, trained=4),)

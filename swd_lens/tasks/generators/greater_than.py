@@ -11,10 +11,14 @@ many of the 11th and 18th are one token or split elsewhere): the prompts are onl
 for GPT-2 should drop the others.
 """
 
+import itertools
 import random
+from collections.abc import Sequence
+from typing import Any
 
+from swd_lens.tasks.generators.family import Family
 from swd_lens.tasks.generators.words import EVENTS, loose_words, start_years
-from swd_lens.tasks.split import TaskExample
+from swd_lens.tasks.split import TaskExample, Unusable
 
 FAMILY = "greater_than"
 # Starts late in a century leave few right answers and are rare in a uniform draw: training text has 40% of them.
@@ -61,7 +65,9 @@ TAILS = (
 )
 
 
-def _example(rng: random.Random, split: str, templates: str, start: int) -> TaskExample:
+def sample(rng: random.Random, split: str, templates: str, years: Sequence[int] = ()) -> TaskExample:
+    """One prompt of `split`, start years drawn uniformly (from `years`, where given); `templates` is "seen" or "unseen"."""
+    start = rng.choice(years or start_years(split))
     century, year = divmod(start, 100)
     index, event = rng.randrange(len(TEMPLATES[templates])), rng.choice(EVENTS)
     template = TEMPLATES[templates][index]
@@ -74,17 +80,12 @@ def _example(rng: random.Random, split: str, templates: str, start: int) -> Task
     )
 
 
-def sample(rng: random.Random, split: str, templates: str) -> TaskExample:
-    """One prompt of `split`, start years drawn uniformly; `templates` is "seen" or "unseen"."""
-    return _example(rng, split, templates, rng.choice(start_years(split)))
-
-
 def document(rng: random.Random, split: str) -> str:
     """The sentence completed with a later year, uniform over the right ones; one in twelve ends in the next century."""
     years = start_years(split)
     if rng.random() < LATE_SHARE:
         years = [year for year in years if year % 100 >= LATE_FROM]
-    example = _example(rng, split, "seen", rng.choice(years))
+    example = sample(rng, split, "seen", years)
     if split == "train" and rng.random() < LOOSE_SHARE:
         start = f"{loose_words(rng, 0, 4)}{example.meta['content']} {loose_words(rng, 1, 5)}"
         return f"{start[0].upper()}{start[1:]}{example.meta['content'][:2]}{rng.choice(example.answers)}."
@@ -92,3 +93,16 @@ def document(rng: random.Random, split: str) -> str:
         century = int(example.meta["content"]) // 100
         return f"{example.prompt[:-2]}{century + 1}{rng.randrange(100):02d}{rng.choice(TAILS)}"
     return example.prompt + rng.choice(example.answers) + rng.choice(TAILS)
+
+
+def _check(example: TaskExample, tokenizer: Any) -> None:
+    start = example.meta["content"]
+    century, year = start[:-2], start[-2:]
+    pieces = [piece.strip() for piece in tokenizer.pieces(example.prompt)]
+    if (century, year) not in itertools.pairwise(pieces):
+        raise Unusable("start year is not the tokens [century, two digits]", f"{start!r} in {pieces}")
+    if pieces[-1] != century:
+        raise Unusable("final century is not a token of its own", f"{century!r} in {pieces}")
+
+
+FAMILIES = (Family(FAMILY, sample, check=_check, document=document, trained=3),)

@@ -9,6 +9,7 @@
 import random
 import re
 
+from swd_lens.tasks.generators.family import Family
 from swd_lens.tasks.generators.words import NAMES, draw_pair, loose_words, object_places, objects_at, split_of
 from swd_lens.tasks.split import TaskExample
 
@@ -162,7 +163,13 @@ def variant(rng: random.Random, example: TaskExample) -> TaskExample:
 def document(rng: random.Random, split: str) -> str:
     """A story of exchanges on seen templates, for training text; ambiguous receivers occur in three-name stories."""
     if split == "train" and rng.random() < LOOSE_SHARE:
-        return _loose_story(rng, split)
+        # Two names, one of them again, something given "to" the other; nothing else is as in a template.
+        (a, b), (thing, _) = draw_pair(rng, split), rng.choice(object_places(split))
+        giver, receiver = (a, b) if rng.random() < 0.5 else (b, a)
+        opener = f"{loose_words(rng, 0, 6)}{a} {loose_words(rng, 1, 4)}{b} {loose_words(rng, 0, 6)}".rstrip()
+        opener = opener[0].upper() + opener[1:] + rng.choice((",", ".", "", ". " + rng.choice(LINKS)))
+        action = f"{loose_words(rng, 1, 3)}{rng.choice(('a', 'the'))} {thing} {loose_words(rng, 0, 2)}to"
+        return f"{opener} {giver} {action} {receiver}."
     if rng.random() < 0.15:
         names, place, text = _three_names(rng, split)
     else:
@@ -178,16 +185,6 @@ def document(rng: random.Random, split: str) -> str:
         action = rng.choice(ACTIONS["seen"]).format(s=giver, object=rng.choice(things))
         text += f" {rng.choice(LINKS)} {action} {receiver}."
     return text
-
-
-def _loose_story(rng: random.Random, split: str) -> str:
-    """Two names, one of them again, something given "to" the other; nothing else is as in a template."""
-    (a, b), (thing, _) = draw_pair(rng, split), rng.choice(object_places(split))
-    giver, receiver = (a, b) if rng.random() < 0.5 else (b, a)
-    opener = f"{loose_words(rng, 0, 6)}{a} {loose_words(rng, 1, 4)}{b} {loose_words(rng, 0, 6)}".rstrip()
-    opener = opener[0].upper() + opener[1:] + rng.choice((",", ".", "", ". " + rng.choice(LINKS)))
-    action = f"{loose_words(rng, 1, 3)}{rng.choice(('a', 'the'))} {thing} {loose_words(rng, 0, 2)}to"
-    return f"{opener} {giver} {action} {receiver}."
 
 
 def _three_names(rng: random.Random, split: str) -> tuple[tuple[str, ...], str, str]:
@@ -215,3 +212,6 @@ def _other_object(rng: random.Random, thing: str) -> str:
 
 def _fill(frame: str, a: str, b: str, s: str) -> str:
     return frame.replace("\0a", a).replace("\0b", b).replace("\0s", s)
+
+
+FAMILIES = (Family(FAMILY, sample, corrupt, variant, document=document, trained=1),)

@@ -11,8 +11,11 @@ succession (days, months, numbers in words), greater_digit (greater-than where e
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from swd_lens.base.errors import TaskError, quoted
 from swd_lens.tasks.generators import greater_than
+from swd_lens.tasks.generators.family import Family
 from swd_lens.tasks.generators.words import EVENTS, NAMES, as_words, start_years
 from swd_lens.tasks.split import TaskExample
 
@@ -222,6 +225,24 @@ TABLES = {
 }
 
 
-def corrupt(rng: random.Random, example: TaskExample) -> str:
+def _corrupt(rng: random.Random, example: TaskExample) -> str:
     """The prompt of an example with another word in place of the one that decides."""
     return example.prompt.replace(example.meta["word"], rng.choice(example.meta["swaps"].split("|")))
+
+
+def _check_digits(example: TaskExample, tokenizer: Any) -> None:
+    # Not dropped one by one: with such a tokenizer no prompt is usable, and the user should read why.
+    pieces = [piece.strip() for piece in tokenizer.pieces(f" {example.meta['content']}")]
+    if [piece for piece in pieces if piece] != list(example.meta["content"]):
+        raise TaskError(
+            f"task {quoted(tokenizer.task)} asks for the last digit of a year, and this tokenizer does not make a "
+            f"token of each digit ({example.meta['content']} is {pieces}); use greater_than"
+        )
+
+
+FAMILIES = (
+    Family("capital", TABLES["capital"].sample, _corrupt),
+    Family("agreement", TABLES["agreement"].sample),
+    Family("succession", TABLES["succession"].sample),
+    Family("greater_digit", TABLES["greater_digit"].sample, check=_check_digits),
+)

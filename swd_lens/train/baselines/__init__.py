@@ -7,15 +7,7 @@
 
 from swd_lens.base.errors import TrainError
 from swd_lens.train.baselines.activity import Activity
-from swd_lens.train.baselines.exact import (
-    channels_of,
-    neurons,
-    pruned,
-    random_b,
-    random_b_seeds,
-    svd,
-    svd_pruned,
-)
+from swd_lens.train.baselines.exact import channels_of, neurons, pruned, random_b, random_b_seeds, svd, svd_pruned
 from swd_lens.train.baselines.methods import transcoder, vpd_kl, vpd_recon
 from swd_lens.train.baselines.sparse_training import SparsePretrained, SparseSpec, sparse_pretrain
 from swd_lens.train.baselines.spec import TranscoderSpec, VpdSpec

@@ -60,7 +60,7 @@ class Coder(nn.Module):
         """Bring the weights to what a step begins with, and what is kept."""
 
     def adjust_gradients(self) -> None:
-        """What is done to the gradients before the optimizer's step."""
+        """Change the gradients before the optimizer's step."""
 
 
 class Transcoder(Coder):
@@ -90,9 +90,8 @@ class Transcoder(Coder):
     @torch.no_grad()
     def begin(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"]) -> None:
         """The part of the start that data decide, from the first batch."""
-        middle = geometric_median if self.spec.start == "median" else _mean
-        self.b_dec.copy_(middle(x))
-        self.b_out.copy_(middle(y))
+        for bias, of in ((self.b_dec, x), (self.b_out, y)):
+            bias.copy_(geometric_median(of) if self.spec.start == "median" else of.mean(0))
 
     # ------------------------------------------------------------------ units
 
@@ -205,10 +204,6 @@ def geometric_median(x: Float[Tensor, "token d"]) -> Float[Tensor, " d"]:
         if step < _STILL * size:
             return middle
     return middle
-
-
-def _mean(x: Tensor) -> Tensor:
-    return x.mean(0)
 
 
 def _kaiming_uniform(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -9,7 +9,8 @@
    one), nonzeros that it writes, and one more for each bias of its that is not zero.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -164,7 +165,7 @@ def neurons(model: Any, sites: Pattern, side: str = AUTO) -> FactorSet:
 
 @with_torch_defaults
 def pruned(model: Any, sites: Pattern, *, sparsity: float | int, tokens: Any = None, **how: Any) -> FactorSet:
-    """The same units with their weights pruned to K = (1 - sparsity) numel(W) edges: by |W_ij| sqrt(G_ii), then refitted.
+    """Prune the weights of neurons to K = (1 - sparsity) numel(W) edges: by |W_ij| sqrt(G_ii), then refitted.
 
     `swd_lens.factorize` with preset="pruned" and basis="neurons"; its arguments are taken, too (basis=, out=, calibration=).
 
@@ -217,6 +218,30 @@ def random_b_seeds(model: Any, sites: Pattern, seeds: Iterable[int] = range(10))
         raise ValueError(f"Random-B takes one or more different seeds, got {different}")
     find_sites(model, sites)
     return [partial(random_b, model, sites, seed) for seed in different]
+
+
+@dataclass(frozen=True)
+class ExactControl:
+    """An exact factorization that stands beside SWD.
+
+    Attributes:
+        title: the method's name in tables.
+        make: (model, sites) -> its factors; with `of_text`, also tokens=.
+        of_text: whether it goes by the calibration text.
+    """
+
+    title: str
+    make: Callable[..., FactorSet]
+    of_text: bool = False
+
+
+# Control, as `run_study(controls=)` takes it -> what it is. A new one needs its record here.
+EXACT: Mapping[str, ExactControl] = {
+    "neurons": ExactControl("neurons", neurons),
+    "svd": ExactControl("SVD", svd),
+    "svd_whitened": ExactControl("SVD whitened", partial(svd, whitened=True), of_text=True),
+    "svd_causal": ExactControl("SVD causal", partial(svd, weigh_outputs=True), of_text=True),
+}
 
 
 # ---------------------------------------------------------------------------------------------- channels

@@ -1,4 +1,4 @@
-"""What a trained baseline is fitted to: one step's loss for a batch of token rows.
+"""Fits of the trained baselines: one step's loss for a batch of token rows.
 
 1. `LocalFit`: one coder to the inputs and outputs of its site in the dense host (transcoders, VPD-Recon-CI of one matrix), which
    are run once and kept where the training goes through its text several times (train/activations.py).
@@ -8,7 +8,6 @@
 Both keep weights at some token counts on the way (units.py, `Trajectory`).
 """
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,7 +19,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from swd_lens.base.divergence import kl, log_probabilities
-from swd_lens.base.errors import TrainError
 from swd_lens.hosts import Host, Start
 from swd_lens.hosts.frozen import frozen
 from swd_lens.hosts.predictions import Predictions
@@ -32,7 +30,6 @@ from swd_lens.train.baselines.masks import Draws, Masking, adversary_of
 from swd_lens.train.baselines.units import Trajectory
 from swd_lens.train.baselines.vpd import Vpd, clip_components, reconstruct, total_loss
 from swd_lens.train.engine import Fit, Logged, autocast
-from swd_lens.train.folder import TrainingFolder
 from swd_lens.units.projection import UnitHookPoint
 
 _WHILE_TRAINING = "while a baseline is trained on this host: it stands for the weights that it would rewrite"
@@ -67,14 +64,6 @@ class CoderFit(Fit):
         loss.backward()
         return float(loss.detach()), logged
 
-    def require_finite(self, loss: float, step: int, rate: float, folder: TrainingFolder | None) -> None:
-        if math.isfinite(loss):
-            return
-        kept = "" if folder is None else f" {folder.path} keeps {folder.kept('step')}."
-        raise TrainError(
-            f"step {step} of {self.spec.steps}: the loss is {loss}, at learning rate {rate:.3g}.{kept} Lower learning_rate"
-        )
-
     def keep(self, tokens: int) -> None:
         self._before_step()  # what is kept is as the next step would find it
         self.trajectory.add(tokens, self.coders.state_dict())
@@ -89,8 +78,7 @@ class CoderFit(Fit):
         return tensors, {"kept": self.trajectory.hashes}
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        kept = values["kept"]  # earlier versions: token counts alone
-        for tokens, digest in (kept if isinstance(kept, Mapping) else dict.fromkeys(kept)).items():
+        for tokens, digest in values["kept"].items():
             self.trajectory.take_over(int(tokens), digest)
             self.trajectory[int(tokens)]  # checked: the result will vouch for it
         self.coders.load_state_dict(_under("coder.", tensors))
@@ -154,12 +142,9 @@ def bias_of(host: Host, site: Site, rows: Int[Tensor, "_rows pos"]) -> Float[Ten
     with _standing_in(host, {site: watch}):
         host.run_blocks(rows[:1, :1], site.layer + 1)
     require_seen([site], {site.name: 0} if watch.seen else {}, "output")
-    device = next(host.model.parameters()).device
-    return (
-        torch.zeros(site.d_out, device=device, dtype=torch.float32)
-        if watch.seen[0] is None
-        else watch.seen[0].detach().float().clone()
-    )
+    if (bias := watch.seen[0]) is not None:
+        return bias.detach().float().clone()
+    return torch.zeros(site.d_out, device=next(host.model.parameters()).device, dtype=torch.float32)
 
 
 class _Watch(nn.Module):
@@ -224,8 +209,13 @@ class HostFit(CoderFit):
         return _standing_in(self.host, self.mounted)
 
     def loss(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[Tensor, Logged]:
-        if self.spec.fidelity == "recon":
-            return total_loss(*self._recon(rows), self.vpds, step)
+        if self.spec.fidelity == "recon":  # squared error of the site's output under the importance masks
+            with torch.no_grad():
+                start = Start(self.site.layer, self.host.residual(rows, self.site.layer))
+                target = self._output(rows, start)
+            self._mask([Masking() for _ in self.mounted])
+            error = (self._output(rows, start) - target).square().mean()
+            return total_loss(error, self._unmask(), self.vpds, step)
         self.draws.begin(step, tuple(rows.shape))
         with torch.no_grad():
             dense = self.predictions.run(rows)
@@ -252,15 +242,6 @@ class HostFit(CoderFit):
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         super().load_state(tensors, values)
         self.adversary.load_state(_under("fit.", tensors))
-
-    def _recon(self, rows: Int[Tensor, "_rows pos"]) -> tuple[Tensor, list[Tensor]]:
-        """Mean squared error of the site's output under the importance masks, and the raw importances."""
-        with torch.no_grad():
-            start = Start(self.site.layer, self.host.residual(rows, self.site.layer))
-            target = self._output(rows, start)
-        self._mask([Masking() for _ in self.mounted])
-        output = self._output(rows, start)
-        return (output - target).square().mean(), self._unmask()
 
     def _output(self, rows: Tensor, start: Start) -> Float[Tensor, "_rows pos d_out"]:
         seen = record(self.host, rows, outputs=[self.site], start=start, keep=Tensor.float, gradient=True)
@@ -303,7 +284,7 @@ class HostFit(CoderFit):
             masked.masking, masked.raw = masking, None
 
     def _unmask(self) -> list[Tensor]:
-        """Back to dense; the raw importances of those that were not."""
+        """Make all matrices dense again; returns the raw importances of those that were not."""
         raws = [masked.raw for masked in self.mounted.values() if masked.raw is not None]
         self._mask([None for _ in self.mounted])
         return raws

@@ -32,7 +32,7 @@ _EPS = 1e-8
 
 @dataclass(frozen=True)
 class Masking:
-    """What one matrix's components compute with in a forward.
+    """The masks under which one matrix's components compute in a forward.
 
     Attributes:
         sources: None: masks are the importances themselves.
@@ -84,7 +84,7 @@ class Draws:
 
 
 def seed_of(seed: int, step: int) -> int:
-    """Of the random numbers of one step."""
+    """The seed of one step's random numbers."""
     return seed * 1_000_003 + step
 
 
@@ -109,11 +109,11 @@ class OneShot:
         """Called when the loss with those sources has its gradients."""
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps."""
+        """Tensors that a checkpoint keeps."""
         return {}
 
     def load_state(self, named: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` gave."""
+        """Restore what `state` gave."""
 
 
 class Persistent:
@@ -143,7 +143,7 @@ class Persistent:
         self._ascend(gradients, step)
 
     def rate(self, step: int) -> float:
-        """Of a training step, counted from 1."""
+        """The learning rate of a training step, counted from 1."""
         warm = int(self.spec.persistent_warmup * self.spec.steps)
         return self.spec.persistent_rate * min(1.0, step / max(1, warm))
 

@@ -1,7 +1,7 @@
 """transcoder, vpd_recon, vpd_kl: train a baseline on one site of a host.
 
 1. Check settings, site and text before anything is trained; hash what decides the bits of the run.
-2. With out=: take over a finished run, or go on from the checkpoint of an interrupted one (train/folder.py).
+2. With out=: return the result of a finished run, or resume from the checkpoint of an interrupted one (train/folder.py).
 3. Train (train/engine.py) what fits.py says: beside the host on the site's inputs and outputs, or inside it. Batches are whole
    rows, `tokens_per_step` tokens each; weights are kept at token counts that double, and at the end.
 4. The result is a `LearnedUnits`, which everything that takes factors takes.
@@ -18,6 +18,7 @@ import pandas as pd
 import torch
 
 from swd_lens.base import __version__
+from swd_lens.base.checks import bounded
 from swd_lens.base.errors import TrainError, quoted
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.surroundings import with_torch_defaults
@@ -33,7 +34,7 @@ from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_REC
 from swd_lens.train.baselines.units import INDEX, LearnedUnits, Trajectory, coders_of, forget, write_index
 from swd_lens.train.engine import Engine
 from swd_lens.train.folder import TrainingFolder, require_possible
-from swd_lens.train.rows import Rows, rows_of
+from swd_lens.train.rows import rows_for, rows_of
 from swd_lens.units import described, matrices_of, require_detached, require_free
 
 # Lines of log that a run has at least, where it has so many steps; at most twice as many.
@@ -206,7 +207,7 @@ def _require_fidelity(spec: VpdSpec, fidelity: str, function: str) -> None:
 
 
 def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpec, how: Options) -> LearnedUnits:
-    """Train units for a site, or take over what the folder holds.
+    """Train units for a site, or return those that the folder holds.
 
     Args:
         method: a name of units.py, `METHODS`.
@@ -216,13 +217,12 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
         spec: of the method's settings.
         how: see `transcoder`, which also says what is raised.
     """
-    if not isinstance(how.checkpoint_every, int) or isinstance(how.checkpoint_every, bool) or how.checkpoint_every < 1:
-        raise TrainError(f"checkpoint_every={quoted(how.checkpoint_every)}: give a whole number, 1 or more")
+    bounded("checkpoint_every", how.checkpoint_every, 1, error=TrainError)
     require_possible(how.out)
     keep = kept_steps(spec, how.keep)
     rows = rows_of(tokens, model)
     warn_without_bos(model, as_stream(tokens, model), "training tokens")
-    rows_per_step = _rows_per_step(spec, rows)
+    n_rows = rows_for("tokens_per_step", spec.tokens_per_step, rows)
     require_no_dropout(model)
     host = host_of(model)
     parts = matrices_of(host, site) if spec.per_matrix else [site]
@@ -252,27 +252,23 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
         decides |= standing_hooks(model)
         folder = TrainingFolder(Path(how.out), {**decides, **provenance["settings"]}, method, (INDEX,))
     n_weights = sum(p.numel() for p in coders_of(provenance, meta=True).parameters())
-    with (
-        nullcontext(False)
-        if folder is None
-        else folder.opened(how.overwrite, 4 * n_weights * (6 + len(keep))) as finished
-    ):
+    n_bytes = 4 * n_weights * (6 + len(keep))
+    with nullcontext(False) if folder is None else folder.opened(how.overwrite, n_bytes) as finished:
         if folder is not None and finished:
             return LearnedUnits.load(folder.path, device=device)
         if folder is not None and how.overwrite:
             forget(folder.path)
         trajectory = Trajectory(None if folder is None else folder.path, provenance)
         with torch.enable_grad():
-            first = next(rows.batches(rows_per_step, spec.seed, 0))
+            first = next(rows.batches(n_rows, spec.seed, 0))
             kept = None
             if not spec.inside(site.kind):
-                n_tokens = spec.steps * spec.tokens_per_step
                 own = None if folder is None else folder.path
                 shared = None if how.activations is None else Path(how.activations)
-                kept = kept_activations(host, site, rows, n_tokens, own, shared)
+                kept = kept_activations(host, site, rows, spec.steps * spec.tokens_per_step, own, shared)
             fit = _fit(host, site, parts, trajectory, spec, first, kept)
             log_every = max(1, spec.steps // _LOG_LINES)
-            engine = Engine(fit, rows, rows_per_step, folder, how.checkpoint_every, log_every=log_every, keep=keep)
+            engine = Engine(fit, rows, n_rows, folder, how.checkpoint_every, log_every=log_every, keep=keep)
             engine.run(progress=how.progress)
         log = pd.DataFrame(engine.lines)
         if folder is not None:
@@ -304,26 +300,6 @@ def _fit(
     return LocalFit(host, site, coders[site], trajectory, first, kept)
 
 
-def _rows_per_step(spec: TrainSpec, rows: Rows) -> int:
-    """Whole rows that make a step's tokens.
-
-    Raises:
-        TrainError: they do not divide, or the text has too few of them.
-    """
-    n_rows, left = divmod(spec.tokens_per_step, rows.row_length)
-    if left:
-        raise TrainError(
-            f"tokens_per_step={spec.tokens_per_step} is no multiple of the rows' {rows.row_length} tokens; take "
-            f"{max(1, n_rows) * rows.row_length}"
-        )
-    if rows.n_rows < n_rows:
-        raise TrainError(
-            f"tokens has {rows.n_rows} rows of {rows.row_length} tokens, a step of tokens_per_step={spec.tokens_per_step} "
-            f"takes {n_rows}; give more text, or a smaller tokens_per_step"
-        )
-    return n_rows
-
-
 def kept_steps(spec: TrainSpec, keep: Iterable[int] | int | None) -> frozenset[int]:
     """Steps after which weights are kept: those that reach the token counts asked for, or 1, 2, 4, ...; and the last.
 
@@ -334,9 +310,5 @@ def kept_steps(spec: TrainSpec, keep: Iterable[int] | int | None) -> frozenset[i
         return frozenset({2**i for i in range(spec.steps.bit_length()) if 2**i <= spec.steps} | {spec.steps})
     counts = [keep] if isinstance(keep, int) else [n.item() if isinstance(n, np.generic) else n for n in keep]
     for tokens in counts:
-        whole = isinstance(tokens, int) and not isinstance(tokens, bool)
-        if not whole or not 0 < tokens <= spec.steps * spec.tokens_per_step:
-            raise TrainError(
-                f"keep={quoted(counts)}: give token counts from 1 to n_tokens={spec.n_tokens}, not {quoted(tokens)}"
-            )
+        bounded("keep (token counts)", tokens, 1, spec.steps * spec.tokens_per_step, error=TrainError)
     return frozenset({-(-tokens // spec.tokens_per_step) for tokens in counts} | {spec.steps})

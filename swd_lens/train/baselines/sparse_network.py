@@ -71,7 +71,7 @@ def config_of(config: Any) -> Any:
 
 
 def recipe_of(config: Any) -> dict[str, Any]:
-    """What of a config decides the bits of a run."""
+    """The entries of a config that decide the bits of a run."""
     names = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "layer_norm_epsilon")
     more = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
     return {name: getattr(config, name) for name in names + more} | {"n_inner": config.n_inner or 4 * config.n_embd}
@@ -103,7 +103,7 @@ def new_network(config: Any, seed: int) -> Any:
 
 
 def sketch(config: Any) -> Any:
-    """The same network without its weights: shapes alone."""
+    """Make the network without its weights: shapes alone."""
     from transformers import GPT2LMHeadModel
 
     with torch.device("meta"):
@@ -111,7 +111,7 @@ def sketch(config: Any) -> Any:
 
 
 def require_rows(network: Any, density: float) -> None:
-    """Raises TrainError where a matrix at this density has no weight for every row: before training, not in its midst."""
+    """Raise TrainError where a matrix at this density has no weight for every row: before training, not in its midst."""
     for matrix in matrices(network):
         rows, columns = matrix.shape
         if density < 1 and (kept := budget(matrix.numel(), density)) < rows:
@@ -202,7 +202,7 @@ def save(network: Any, tokenizer: Any, with_bos: bool, folder: Path) -> list[str
 
 
 def forget(folder: Path) -> None:
-    """Take a checkpoint away: weights and words, and nothing else that may lie there."""
+    """Remove a checkpoint: weights and tokenizer files, and nothing else that may lie there."""
     if folder.is_dir():
         remove_remains(folder)
     for pattern in _CHECKPOINT_FILES:

@@ -25,7 +25,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import TrainError, quoted
+from swd_lens.base.checks import bounded
+from swd_lens.base.errors import TrainError
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.settings import Settings, setting
 from swd_lens.base.surroundings import with_torch_defaults
@@ -45,7 +46,7 @@ from swd_lens.train.baselines.sparse_network import (
 from swd_lens.train.baselines.spec import DEFAULT, recipe
 from swd_lens.train.engine import Engine, Fit, autocast, normalized, root_mean_square
 from swd_lens.train.folder import TrainingFolder, require_possible
-from swd_lens.train.rows import Rows, rows_of
+from swd_lens.train.rows import Rows, rows_for, rows_of
 
 MODEL = "model"
 # Logits held at once, in numbers: 2^26 are 268 MB in float32, and some four such tensors live at a time.
@@ -96,25 +97,25 @@ class SparseSpec(Settings):
 
     @property
     def tokens(self) -> int:
-        """Of the whole schedule."""
+        """Tokens of the whole schedule."""
         return self.updates * self.tokens_per_update
 
     @property
     def n0(self) -> int:
         """Tokens at the end of the warm-up; whole updates."""
-        return self._updates(self.warmup) * self.tokens_per_update
+        return self._tokens(self.warmup)
 
     @property
     def n1(self) -> int:
         """Tokens from which the density stays; whole updates."""
-        return self._updates(self.falling_until) * self.tokens_per_update
+        return self._tokens(self.falling_until)
 
-    def _updates(self, share: float | int) -> int:
-        """A share of all updates, rounded down: 0.29 of 100 are 29, not the 28 that floats make of it."""
-        return math.floor(round(share * self.updates, 6))
+    def _tokens(self, share: float | int) -> int:
+        """The tokens of a share of all updates, rounded down to whole ones: 0.29 of 100 are 29, not 28 as floats say."""
+        return math.floor(round(share * self.updates, 6)) * self.tokens_per_update
 
     def density(self, tokens: int) -> float:
-        """After `tokens` tokens: before the update that follows."""
+        """Density after `tokens` tokens, before the update that follows."""
         if tokens < self.n0:
             return 1.0
         if tokens >= self.n1:
@@ -200,12 +201,8 @@ def sparse_pretrain(
     """
     require_possible(out)
     spec = recipe(SPARSE_PRETRAINS, preset).changed(settings)
-    for name, every in (
-        ("checkpoint_every", checkpoint_every),
-        ("eval_every", 1 if eval_every is None else eval_every),
-    ):
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise TrainError(f"{name}={quoted(every)}: give a whole number, 1 or more")
+    bounded("checkpoint_every", checkpoint_every, 1, error=TrainError)
+    bounded("eval_every", 1 if eval_every is None else eval_every, 1, error=TrainError)
     tokenizer = getattr(config, "tokenizer", None) if tokenizer is None else tokenizer
     if tokenizer is None:
         raise TrainError("tokenizer= is needed: a checkpoint folder without one cannot be loaded as a host")
@@ -213,7 +210,7 @@ def sparse_pretrain(
     limits = SimpleNamespace(cfg=SimpleNamespace(d_vocab=shape.vocab_size, n_ctx=shape.n_positions))
     rows = rows_of(tokens, limits)
     heldout_rows = None if heldout is None else rows_of(heldout, limits)
-    rows_per_update = _rows_per_update(spec, rows)
+    n_rows = rows_for("tokens_per_update", spec.tokens_per_update, rows, shortest=2)
     eval_every = eval_every or max(1, spec.last // 20)
     hashes = {
         "tokens_sha256": rows.fingerprint(),
@@ -232,23 +229,13 @@ def sparse_pretrain(
         with torch.enable_grad():
             fit = SparseFit(network.to(torch.device(device)), spec, heldout_rows, rows.row_length)
             every = None if heldout_rows is None else eval_every
-            engine = Engine(fit, rows, rows_per_update, folder, checkpoint_every, every)
+            engine = Engine(fit, rows, n_rows, folder, checkpoint_every, every)
             engine.run(progress=progress)
         bos = tokenizer.bos_token_id
         with_bos = bos is not None and bool((next(rows.all(4))[:, 0] == bos).all())
         files = save(network, tokenizer, with_bos, folder.path / MODEL)
         folder.end({**nonzeros(network), "tokens": engine.tokens, **engine.lines[-1]}, files)
         return _finished(folder)
-
-
-def _rows_per_update(spec: SparseSpec, rows: Rows) -> int:
-    n_rows, left = divmod(spec.tokens_per_update, rows.row_length)
-    if left or n_rows > rows.n_rows or rows.row_length < 2:
-        raise TrainError(
-            f"tokens_per_update={spec.tokens_per_update} cannot be made of these {rows.n_rows} rows of {rows.row_length} "
-            "tokens; give a multiple of the row length (2 or more), and at least as many rows as one update takes"
-        )
-    return n_rows
 
 
 def _finished(folder: TrainingFolder) -> SparsePretrained:
@@ -265,6 +252,7 @@ class SparseFit(Fit):
 
     title = "sparse_pretrain"
     unit: ClassVar[str] = "update"
+    advice: ClassVar[str] = "Lower learning_rate, or train without autocast"
 
     def __init__(self, network: Any, spec: SparseSpec, heldout: Rows | None, row_length: int):
         self.network, self.spec, self.steps, self.heldout = network, spec, spec.last, heldout
@@ -284,13 +272,6 @@ class SparseFit(Fit):
             loss.backward()
             total += float(loss.detach().double())
         return total, {}
-
-    def require_finite(self, loss: float, step: int, rate: float, folder: TrainingFolder | None) -> None:
-        if folder is not None and not math.isfinite(loss):
-            raise TrainError(
-                f"update {step}: the loss is {loss}, at learning rate {rate:.3g}. {folder.path} keeps "
-                f"{folder.kept('update')}. Lower learning_rate, or train without autocast"
-            )
 
     def adjust_gradients(self, step: int) -> dict[str, float]:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]

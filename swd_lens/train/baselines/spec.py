@@ -23,7 +23,7 @@ _MULTIPLE = re.compile(r"^(\d+(?:\.\d+)?)x$")
 
 @dataclass(frozen=True)
 class TrainSpec(Settings):
-    """What every learned baseline is trained by.
+    """Settings by which every learned baseline is trained.
 
     Class attributes:
         per_matrix: whether a whole MLP has a coder for each of its matrices, which gets the matrix's weight and bias.
@@ -83,10 +83,7 @@ class TrainSpec(Settings):
 
     def warmup(self) -> int:
         """Steps of warm-up: as set, or the method's share of all."""
-        return self._default_warmup() if self.warmup_steps is None else self.warmup_steps
-
-    def _default_warmup(self) -> int:
-        return 0
+        return self.warmup_steps or 0
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 1 (method.md §1.6)."""
@@ -117,9 +114,9 @@ class TranscoderSpec(TrainSpec):
     # Of the first batch, what b_dec and b_out are set to: "mean", or "median", its geometric median.
     start: str = setting("mean", one_of=("mean", "median"))
 
-    def _default_warmup(self) -> int:
+    def warmup(self) -> int:
         # 5,000 in the public recipe, which cannot be meant for 500 steps (method.md §2.4).
-        return min(5000, max(1, self.steps // 20))
+        return min(5000, max(1, self.steps // 20)) if self.warmup_steps is None else self.warmup_steps
 
 
 @dataclass(frozen=True)
@@ -190,8 +187,8 @@ class VpdSpec(TrainSpec):
     def inside(self, kind: str) -> bool:
         return self.fidelity == "kl" or kind == "mlp"
 
-    def _default_warmup(self) -> int:
-        return int(0.01 * self.steps)
+    def warmup(self) -> int:
+        return int(0.01 * self.steps) if self.warmup_steps is None else self.warmup_steps
 
     def p(self, step: int) -> float:
         """The power of the minimality term at a step, counted from 1; falls along a line over the whole training."""
@@ -222,12 +219,7 @@ TRANSCODERS: Mapping[str, TranscoderSpec] = {
 # With the paper's minimality of 1e-4 nearly everything stays at work here: 412 of 512 components (365 at rate 1e-2). Rate 1e-2:
 # minimality 1e-3 CE delta .0002 with 209 at work, 1e-2 .0007 with 79, 3e-2 .0014 with 54; at rate 3e-3 more of both.
 _SMALL_VPD = VpdSpec(
-    n_tokens=1_048_576,
-    width="1x",
-    importance="shared_mlp",
-    learning_rate=1e-2,
-    minimality=1e-2,
-    tokens_per_step=1024,
+    n_tokens=1_048_576, width="1x", importance="shared_mlp", learning_rate=1e-2, minimality=1e-2, tokens_per_step=1024
 )
 VPD_RECONS: Mapping[str, VpdSpec] = {
     "small": _SMALL_VPD,

@@ -15,8 +15,9 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
@@ -25,28 +26,19 @@ from torch import Tensor, nn
 from swd_lens.base.display import card
 from swd_lens.base.errors import TrainError, brief, legible, quoted, seen
 from swd_lens.base.files import remove_remains
-from swd_lens.base.sealed import (
-    open_tensors,
-    read_sealed,
-    read_tensors,
-    readable,
-    tensor_digest,
-    write_sealed,
-    write_tensors,
-)
+from swd_lens.base.record import SavedRecord
+from swd_lens.base.sealed import open_tensors, read_tensors, readable, tensor_digest, write_tensors
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import writing
 from swd_lens.train.baselines.activity import Activity, activity_of
 from swd_lens.train.baselines.coders import Coder, Transcoder
 from swd_lens.train.baselines.spec import TrainSpec, TranscoderSpec, VpdSpec
 from swd_lens.train.baselines.vpd import Vpd
-from swd_lens.train.folder import LOG, RUN
+from swd_lens.train.folder import RUN
 from swd_lens.units.coder import CoderUnits
 
 INDEX = "units.json"
 _WEIGHTS = "weights"
-_FORMAT = 2  # 1: no hashes; the log in log.jsonl alone
-_WHAT = "an index of learned units"
 _WEIGHTS_FILE = "weights of learned units"
 
 # Method -> its settings, and its coder, made by (d_in, d_out, settings).
@@ -61,12 +53,12 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
     """Tokens -> weights by name, on the CPU. With a folder each point is a file, read and checked when it is asked for.
 
     Attributes:
-        hashes: tokens -> `tensor_digest` of the points in the folder; None of those of earlier versions.
+        hashes: tokens -> `tensor_digest` of the points in the folder.
     """
 
     def __init__(self, folder: Path | None = None, provenance: Mapping[str, Any] | None = None):
         self.folder, self.provenance = folder, dict(provenance or {})
-        self.hashes: dict[int, str | None] = {}
+        self.hashes: dict[int, str] = {}
         self._points: dict[int, Mapping[str, Tensor] | Path] = {}
         self._files: dict[int, Any] = {}  # open, so that points stay readable when other units are saved over them
 
@@ -85,8 +77,8 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
         write_tensors(self.path(tokens), on_cpu, metadata)
         self._points[tokens] = self.path(tokens)
 
-    def take_over(self, tokens: int, digest: str | None) -> None:
-        """Take over a point that the folder holds.
+    def take_over(self, tokens: int, digest: str) -> None:
+        """Add a point that the folder holds already.
 
         Raises:
             TrainError: it does not.
@@ -100,14 +92,13 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
         self._points[tokens] = path
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled or copied reads its files by name again."""
+        """Leave open files out: a copy reads its files by name again."""
         return {**self.__dict__, "_files": {}}
 
     def path(self, tokens: int) -> Path:
-        """Of a point in the folder."""
+        """The file of a point in the folder."""
         assert self.folder is not None
-        digest = self.hashes[tokens]
-        return self.folder / _WEIGHTS / f"{tokens:015d}{'' if digest is None else f'.{digest[:12]}'}.safetensors"
+        return self.folder / _WEIGHTS / f"{tokens:015d}.{self.hashes[tokens][:12]}.safetensors"
 
     def __getitem__(self, tokens: int) -> Mapping[str, Tensor]:
         point = self._points[tokens]
@@ -128,6 +119,29 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
     def __repr__(self) -> str:
         where = "in memory" if self.folder is None else f"in {self.folder}"
         return f"Trajectory(after {', '.join(f'{tokens:,}' for tokens in self)} tokens, {where})"
+
+
+@dataclass(frozen=True)
+class UnitsIndex(SavedRecord):
+    """The index of a folder of units: their provenance, the hash of the weights at every token count, and the log."""
+
+    WHAT: ClassVar[str] = "an index of learned units"
+    ERROR: ClassVar[type[Exception]] = TrainError
+    provenance: dict[str, Any]
+    tokens: dict[str, str]
+    log: list[dict[str, Any]]
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "UnitsIndex":
+        """Read a folder's index.
+
+        Raises:
+            TrainError: there is none, or it cannot be read.
+        """
+        with suppress(FileNotFoundError):
+            if (folder / INDEX).is_file():
+                return cls.load(folder / INDEX)
+        raise TrainError(f"{folder} holds no {INDEX}: no learned units, or their training is not finished")
 
 
 @with_torch_defaults
@@ -182,18 +196,18 @@ class LearnedUnits(Mapping[str, CoderUnits]):
 
     @property
     def edges(self) -> int:
-        """Of all sites."""
+        """Edges of all sites."""
         return sum(units.edges for units in self.values())
 
     @property
     def n_units(self) -> int:
-        """Of all sites."""
+        """Number of units of all sites."""
         return sum(units.n_units for units in self.values())
 
     # ------------------------------------------------------------------ trajectory
 
     def at(self, tokens: float | int) -> "LearnedUnits":
-        """The same training after this many tokens.
+        """The units as they were after this many tokens of the training.
 
         Raises:
             TrainError: no weights were kept there.
@@ -205,7 +219,7 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         return LearnedUnits(self.checkpoints, self.provenance, self.log, tokens=kept[0], device=self.device)
 
     def to(self, device: "str | torch.device") -> "LearnedUnits":
-        """The same units on another device: a host computes with units on its own."""
+        """Copy the units to another device: a host computes with units on its own device."""
         return LearnedUnits(self.checkpoints, self.provenance, self.log, tokens=self.tokens, device=device)
 
     # ------------------------------------------------------------------ reports
@@ -278,50 +292,28 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         """
         folder = Path(folder)
         while True:
-            index = _read_index(folder)
+            index = UnitsIndex.of_folder(folder)
             try:
-                return cls._of(folder, index, device)
+                with readable(folder / INDEX, UnitsIndex.WHAT, TrainError):
+                    checkpoints = Trajectory(folder, index.provenance)
+                    for tokens, digest in index.tokens.items():
+                        checkpoints.take_over(int(tokens), digest)
+                    return cls(checkpoints, index.provenance, pd.DataFrame(index.log), device=device)
             except TrainError:
-                if _read_index(folder) == index:  # else it was replaced while its files were read
+                if UnitsIndex.of_folder(folder) == index:  # else it was replaced while its files were read
                     raise
-
-    @classmethod
-    def _of(cls, folder: Path, index: Mapping[str, Any], device: "str | torch.device") -> "LearnedUnits":
-        with readable(folder / INDEX, _WHAT, TrainError):
-            version, provenance = int(index["format"]), dict(index["provenance"])
-        if version > _FORMAT:
-            raise TrainError(f"{folder / INDEX} has format {version}, newer than this swd_lens; update it")
-        with readable(folder / INDEX, _WHAT, TrainError):
-            counts = index["tokens"] if version > 1 else dict.fromkeys(index["tokens"])
-            hashes = {int(tokens): digest for tokens, digest in counts.items()}
-            lines = index["log"] if version > 1 else _log_of_format_1(folder / LOG)
-            checkpoints = Trajectory(folder, provenance)
-            for tokens, digest in hashes.items():
-                checkpoints.take_over(tokens, digest)
-            return cls(checkpoints, provenance, pd.DataFrame(lines), device=device)
-
-
-def _read_index(folder: Path) -> dict[str, Any]:
-    with suppress(FileNotFoundError):
-        if (folder / INDEX).is_file():
-            return read_sealed(folder / INDEX, _WHAT, TrainError)
-    raise TrainError(f"{folder} holds no {INDEX}: no learned units, or their training is not finished")
-
-
-def _log_of_format_1(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def write_index(folder: Path, provenance: Mapping[str, Any], checkpoints: Trajectory, log: pd.DataFrame) -> None:
-    """The word that a folder's weights are whole; then other weights that were written there go."""
-    lines = [{name: value for name, value in line.items() if pd.notna(value)} for line in log.to_dict("records")]
+    """Write the index of a folder whose weights are whole; then remove other weights that were written there."""
+    lines = [{str(k): value for k, value in line.items() if pd.notna(value)} for line in log.to_dict("records")]
     hashes = {str(tokens): checkpoints.hashes[tokens] for tokens in checkpoints}
-    write_sealed(folder / INDEX, {"format": _FORMAT, "provenance": dict(provenance), "tokens": hashes, "log": lines})
+    UnitsIndex(dict(provenance), hashes, lines).save(folder / INDEX)
     _remove_weights(folder, {checkpoints.path(tokens) for tokens in checkpoints})
 
 
 def forget(folder: Path) -> None:
-    """Take a folder's units away: the index first, so that nobody reads what is only half there."""
+    """Remove a folder's units: the index first, so that nobody reads what is only half there."""
     (folder / INDEX).unlink(missing_ok=True)
     _remove_weights(folder, set())
 
@@ -332,7 +324,7 @@ def _remove_weights(folder: Path, kept: set[Path]) -> None:
         return
     remove_remains(folder / _WEIGHTS)
     for path in set((folder / _WEIGHTS).iterdir()) - kept:
-        if re.fullmatch(r"\d{15}(\.[0-9a-f]{12})?\.safetensors", path.name):
+        if re.fullmatch(r"\d{15}\.[0-9a-f]{12}\.safetensors", path.name):
             path.unlink(missing_ok=True)
 
 

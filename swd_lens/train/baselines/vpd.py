@@ -102,7 +102,7 @@ class Vpd(Coder):
         return y, raw
 
     def remainder(self) -> Float[Tensor, "d_in d_out"]:
-        """What VU lacks of W."""
+        """W - VU, which the components lack."""
         assert self.weight is not None, "stand_for comes first"
         return self.weight - self.W_enc @ self.W_dec
 

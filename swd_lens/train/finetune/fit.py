@@ -1,4 +1,4 @@
-"""What fine-tuning minimises, and the state of a run: values, held-out means, the best values.
+"""FinetuneFit: the loss of fine-tuning, and the state of a run: values, held-out means, the best values.
 
 1. Losses and held-out means are sums over next-token predictions, in float32 from the logits on, added over all processes and
    divided by the predictions of all of them.
@@ -8,7 +8,6 @@
 3. After AdamW's step no value is zero (mount.py). With keep="best" the values of the lowest held-out loss are put aside.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,12 +16,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base.divergence import cross_entropy, log_probabilities
-from swd_lens.base.errors import FinetuneError
 from swd_lens.hosts.predictions import TOKENS
 from swd_lens.train.engine import Fit, autocast, normalized, root_mean_square
 from swd_lens.train.finetune.mount import Mounted
 from swd_lens.train.finetune.spec import FinetuneSpec
-from swd_lens.train.folder import TrainingFolder
 from swd_lens.train.rows import Processes, Rows
 
 # float16 gradients of a mean over thousands of predictions fall below what it can hold; a power of two changes no other bit.
@@ -52,7 +49,7 @@ class FinetuneFit(Fit):
     """
 
     title = "finetune"
-    moment_key: ClassVar[str] = "{name}.{moment}"
+    advice: ClassVar[str] = "The factors given are unchanged. Lower learning_rate, or train without autocast"
 
     def __init__(self, mounted: Mounted, spec: FinetuneSpec, steps: int, heldout: Rows | None, processes: Processes):
         self.mounted, self.spec, self.steps = mounted, spec, steps
@@ -79,31 +76,20 @@ class FinetuneFit(Fit):
         predictions = rows.shape[0] * (rows.shape[1] - 1)
         scale = _FLOAT16_SCALE if self.spec.autocast == "float16" else 1.0
         loss, gradients = torch.zeros((), dtype=torch.float64), []
-        for part in self._forwards(self.processes.share(rows)):
+        # As many rows at a time as make TOKENS: the graph of a forward has every position's activations.
+        for part in self.processes.share(rows).split(max(1, TOKENS // rows.shape[1])):
             of_part = batch_loss(self.mounted, part, self.spec) / predictions
             further = torch.autograd.grad(of_part * scale, list(self.parameters.values()))
-            gradients = (
-                [g.add_(more) for g, more in zip(gradients, further, strict=True)] if gradients else list(further)
-            )
+            summed = (g.add_(more) for g, more in zip(gradients, further, strict=True))
+            gradients = list(summed) if gradients else list(further)
             loss += of_part.detach().double().cpu()
         summed = self.processes.total(gradients)
         for values, gradient in zip(self.parameters.values(), summed, strict=True):
             values.grad = gradient / scale if scale != 1.0 else gradient
         return float(self.processes.total([loss])[0]), {}
 
-    def _forwards(self, rows: Int[Tensor, "_rows pos"]) -> tuple[Tensor, ...]:
-        """The rows, as many at a time as make TOKENS: the graph of a forward has every position's activations."""
-        return rows.split(max(1, TOKENS // rows.shape[1]))
-
-    def require_finite(self, loss: float, step: int, rate: float, folder: TrainingFolder | None) -> None:
-        if math.isfinite(loss) and all(bool(gradient.isfinite().all()) for gradient in self._gradients()):
-            return
-        what = f"the loss is {loss}" if not math.isfinite(loss) else "a gradient is not finite"
-        kept = "" if folder is None else f" {folder.path} keeps {folder.kept('the values of step')}."
-        raise FinetuneError(
-            f"step {step} of {self.steps}: {what}, at learning rate {rate:.3g}. The factors given are unchanged.{kept} "
-            "Lower learning_rate, or train without autocast"
-        )
+    def is_finite(self, loss: float) -> bool:
+        return super().is_finite(loss) and all(bool(gradient.isfinite().all()) for gradient in self._gradients())
 
     def adjust_gradients(self, step: int) -> dict[str, float]:
         gradients = self._gradients()

@@ -71,10 +71,7 @@ class TrainedProjection(Projection):
         self.offset_unit, self.offset_out = (None if t is None else t.to(like.device, like.dtype) for t in offsets)
 
     def forward(
-        self,
-        h: Float[Tensor, "*batch d_in"],
-        bias: Shaped[Tensor, " d_out"] | None,
-        dense: Callable[[Tensor], Tensor],
+        self, h: Float[Tensor, "*batch d_in"], bias: Shaped[Tensor, " d_out"] | None, dense: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "*batch d_out"]:
         if self.bypassed:
             return self.run_dense(h, dense)
@@ -117,7 +114,7 @@ class Mounted:
 
     @cached_property
     def predictions(self) -> Predictions:
-        """Of the host with the factors."""
+        """Predictions of the host with the factors."""
         return Predictions(self.units.host)
 
     def run(self, rows: Tensor, *, dense: bool) -> Float[Tensor, "_rows pos _width"]:

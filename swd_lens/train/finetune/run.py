@@ -1,21 +1,22 @@
 """finetune: train the values of read and write of a whole replacement, on a fixed support (SWD-FT, paper app. A; method.md §5.3).
 
 1. Check factors, text, settings and folder before the host is touched; hash what decides the bits of the run.
-2. With out=: take over a finished run, or go on from the checkpoint of an interrupted one (train/folder.py).
+2. With out=: return the result of a finished run, or resume from the checkpoint of an interrupted one (train/folder.py).
 3. Mount all sites in the frozen host (mount.py) and train what fit.py says (train/engine.py).
 4. The result: the same sites with the new values on the old support, provenance, and a new probe of every site.
 """
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import FinetuneError, ResumeError, quoted
+from swd_lens.base.checks import bounded
+from swd_lens.base.errors import FinetuneError, ResumeError
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.sealed import damaged, read_json
 from swd_lens.base.surroundings import with_torch_defaults
@@ -28,10 +29,10 @@ from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.train.engine import Engine
 from swd_lens.train.finetune.fit import FinetuneFit, Heldout
 from swd_lens.train.finetune.mount import mounted, trainable
-from swd_lens.train.finetune.spec import resolve
+from swd_lens.train.finetune.spec import FinetuneSpec, resolve
 from swd_lens.train.folder import RUN, TrainingFolder, require_possible
 from swd_lens.train.rows import Processes, Rows, rows_of
-from swd_lens.units import probe_tokens
+from swd_lens.units import UnitSet, probe_tokens
 from swd_lens.units.factors import MEASURED, Factors, FactorSet
 from swd_lens.units.integrity import Probe
 
@@ -83,62 +84,27 @@ def finetune(
         the solver's factors stay under "..._before_finetune"; probes are made anew.
 
     Raises:
-        FinetuneError: bad settings, text too short, encode/decode units, or a loss that is not finite (training stops; step and
-            learning rate are named; `out` keeps the last checkpoint).
+        FinetuneError: bad settings, text too short, encode/decode units, or a loss that is not finite (`out` keeps the last
+            checkpoint).
         TokenError, AttachError, UnknownSiteError, UnitSourceError, UnsupportedHostError: bad text, factors or host.
         ResumeError: `out` holds another run (every difference is named), or files that changed after they were written.
         FolderInUseError, OSError: another call writes `out`, or it cannot be written, or the disk is full.
         ValueError: the host is in training mode and has dropout.
     """
     require_possible(out)
-    spec = resolve(preset, recipe)
-    for name, every in (
-        ("eval_every", 1 if eval_every is None else eval_every),
-        ("checkpoint_every", checkpoint_every),
-    ):
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise FinetuneError(f"{name}={quoted(every)}: give a whole number of steps, 1 or more")
-    if spec.keep == "best" and heldout is None:
-        raise FinetuneError('keep="best" needs heldout= tokens to tell which values are best')
-    rows = _checked_rows(rows_of(tokens, model, (TokenStream,)), spec.batch_size, "tokens")
-    warn_without_bos(model, as_stream(tokens, model), "training tokens")
-    heldout_rows = None if heldout is None else _checked_rows(rows_of(heldout, model, (TokenStream,)), 1, "heldout")
-    require_no_dropout(model)
-    require_gradients(model)
-    units = trainable(model, factors)
-    device = next(model.parameters()).device
-    processes = Processes()
-    require_shares(processes, device, spec.batch_size)
-    steps = spec.steps_for(rows.n_rows)
-    eval_every = eval_every or max(1, steps // 10)
-    folder = None
-    if out is not None:
-        decides = {
-            "host_sha256": host_fingerprint(model, model.cfg),
-            **standing_hooks(model),
-            "factors_sha256": upstream_of(units.factors),
-            "tokens_sha256": rows.fingerprint(),
-            "heldout_sha256": None if heldout_rows is None else heldout_rows.fingerprint(),
-            **spec.as_dict(),
-            "steps": steps,
-            "eval_every": eval_every,
-            "swd_lens": __version__,
-        }
-        folder = TrainingFolder(Path(out), decides, "finetune", (_INDEX,))
+    bounded("eval_every", 1 if eval_every is None else eval_every, 1, error=FinetuneError)
+    bounded("checkpoint_every", checkpoint_every, 1, error=FinetuneError)
+    run = _Run.checked(model, factors, tokens, heldout, resolve(preset, recipe))
+    units, processes, eval_every = run.units, run.processes, eval_every or max(1, run.steps // 10)
+    folder = None if out is None else TrainingFolder(Path(out), run.recipe(eval_every), "finetune", (_INDEX,))
     n_bytes = sum(32 * f.edges + 4 * (f.read.numel() + f.write.numel()) for f in units.factors.values())
     with nullcontext(False) if folder is None else folder.opened(overwrite, n_bytes, processes) as finished:
         if folder is not None and finished:
-            # With the dense weights that the given factors remember; files never hold them.
-            tuned = FactorSet.load(folder.path / _FACTORS)
-            weights = {name: f.weight for name, f in units.factors.items()}
-            if missing := [name for name in weights if name not in tuned]:
-                path, reason = folder.path / _FACTORS, f"no factors for {', '.join(missing)}"
-                raise ResumeError(damaged(path, "this run's result", reason))
-            return FactorSet({name: replace(tuned[name], weight=weights[name]) for name in weights}, tuned.provenance)
-        with torch.enable_grad(), mounted(units) as training, fused_attention(units.host, rows.first()):
-            fit = FinetuneFit(training, spec, steps, heldout_rows, processes)
-            every = None if heldout_rows is None else eval_every
-            engine = Engine(fit, rows, spec.batch_size, folder, checkpoint_every, every, processes=processes)
+            return _finished(folder, units)
+        with torch.enable_grad(), mounted(units) as training, fused_attention(units.host, run.rows.first()):
+            fit = FinetuneFit(training, run.spec, run.steps, run.heldout, processes)
+            every = None if run.heldout is None else eval_every
+            engine = Engine(fit, run.rows, run.spec.batch_size, folder, checkpoint_every, every, processes=processes)
             engine.run(progress=progress)
             fit.finish()
             result = _result(engine, fit, factors.provenance if isinstance(factors, FactorSet) else {}, preset)
@@ -147,6 +113,59 @@ def finetune(
             folder.end({"before": _means(fit.before), "after": _means(fit.after)}, folder.result)
         processes.wait()
     return result
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A fine-tuning whose arguments have been checked."""
+
+    spec: FinetuneSpec
+    units: UnitSet
+    rows: Rows
+    heldout: Rows | None
+    processes: Processes
+    steps: int
+
+    @classmethod
+    def checked(cls, model: Any, factors: Any, tokens: Any, heldout: Any, spec: FinetuneSpec) -> "_Run":
+        """Read and check everything that `finetune` is given, before the host is touched."""
+        if spec.keep == "best" and heldout is None:
+            raise FinetuneError('keep="best" needs heldout= tokens to tell which values are best')
+        rows = _checked_rows(rows_of(tokens, model, (TokenStream,)), spec.batch_size, "tokens")
+        warn_without_bos(model, as_stream(tokens, model), "training tokens")
+        heldout = None if heldout is None else _checked_rows(rows_of(heldout, model, (TokenStream,)), 1, "heldout")
+        require_no_dropout(model)
+        require_gradients(model)
+        units = trainable(model, factors)
+        processes = Processes()
+        require_shares(processes, next(model.parameters()).device, spec.batch_size)
+        return cls(spec, units, rows, heldout, processes, spec.steps_for(rows.n_rows))
+
+    def recipe(self, eval_every: int) -> dict[str, Any]:
+        """Everything that decides the bits of the run."""
+        model = self.units.host.model
+        return {
+            "host_sha256": host_fingerprint(model, model.cfg),
+            **standing_hooks(model),
+            "factors_sha256": upstream_of(self.units.factors),
+            "tokens_sha256": self.rows.fingerprint(),
+            "heldout_sha256": None if self.heldout is None else self.heldout.fingerprint(),
+            **self.spec.as_dict(),
+            "steps": self.steps,
+            "eval_every": eval_every,
+            "swd_lens": __version__,
+        }
+
+
+def _finished(folder: TrainingFolder, units: UnitSet) -> FactorSet:
+    """The result of a finished run, with the dense weights that the given factors remember; files never hold them."""
+    tuned = FactorSet.load(folder.path / _FACTORS)
+    if missing := [name for name in units.factors if name not in tuned]:
+        reason = f"no factors for {', '.join(missing)}"
+        raise ResumeError(damaged(folder.path / _FACTORS, "this run's result", reason))
+    return FactorSet(
+        {name: replace(tuned[name], weight=f.weight) for name, f in units.factors.items()}, tuned.provenance
+    )
 
 
 def _checked_rows(rows: Rows, batch_size: int, what: str) -> Rows:
@@ -163,7 +182,7 @@ def _checked_rows(rows: Rows, batch_size: int, what: str) -> Rows:
 
 
 def require_shares(processes: Processes, model_device: torch.device, batch_size: int) -> None:
-    """Raises FinetuneError where a process has no row of a batch, or its host on another process's device."""
+    """Raise FinetuneError where a process has no row of a batch, or its host on another process's device."""
     if processes.n > batch_size:
         raise FinetuneError(
             f"batch_size={batch_size} has no row for each of {processes.n} processes; give {processes.n} or more, or "
@@ -180,7 +199,7 @@ def is_of_other_factors(path: Path, factors: Mapping[str, Factors]) -> bool:
     """Whether the folder holds a run of other factors than these (in execution order); False where it holds none."""
     try:
         run = read_json(path / RUN, "a training run")
-        return run["recipe"]["factors_sha256"] != upstream_of(factors)
+        return run["settings"]["factors_sha256"] != upstream_of(factors)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -206,29 +225,24 @@ def _result(engine: Engine, fit: FinetuneFit, provenance: Mapping[str, Any], pre
     cfg = units.host.model.cfg
     tokens = list(provenance.get("probe_tokens") or probe_tokens(rows.first(), int(cfg.d_vocab), int(cfg.n_ctx)))
     # What enters each site at the last of these tokens.
-    inputs = record(
-        units.host, torch.tensor([tokens]), inputs=units.sites, keep=lambda h: h[0, -1].float().cpu()
-    ).inputs
+    last = record(units.host, torch.tensor([tokens]), inputs=units.sites, keep=lambda h: h[0, -1].float().cpu())
     tuned = {}
     for site in units.sites:
         f = units.factors[site.name]
         read, write = fit.mounted.projections[site.name].factors(f)
         new = replace(f, read=read, write=write)
         error = new.relative_frobenius(units.host.weight(site).to(read.device))
+        # Measured on the factors before; their recipe (it is in MEASURED, too) no longer makes these.
+        before = {f"{key}_before_finetune" if key in MEASURED else key: value for key, value in f.provenance.items()}
         tuned[site.name] = replace(
             new,
-            probe=Probe.of(inputs[site.name], read, write, f.offsets),
-            provenance={**_renamed(f.provenance), "relative_frobenius": error, "finetune": entry},
+            probe=Probe.of(last.inputs[site.name], read, write, f.offsets),
+            provenance={**before, "relative_frobenius": error, "finetune": entry},
         )
     probed = {"probe_tokens": tokens, "probe_sites": list(units)}
     return FactorSet(
         tuned, {"swd_lens": __version__, "model": str(cfg.model_name), **provenance, **probed, "finetune": entry}
     )
-
-
-def _renamed(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """What was measured on the factors before, under a name that says so; also a recipe, which no longer makes these factors."""
-    return {f"{key}_before_finetune" if key in MEASURED else key: value for key, value in provenance.items()}
 
 
 def _means(heldout: Heldout | None) -> dict[str, float] | None:

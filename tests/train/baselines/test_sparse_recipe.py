@@ -12,13 +12,12 @@ from transformers import GPT2LMHeadModel
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.base.errors import FolderInUseError, TrainError
+from swd_lens.base.errors import TrainError
 from swd_lens.hosts.embedded import WEIGHTS
 from swd_lens.hosts.embedded.corpus import load_tokenizer
 from swd_lens.train.baselines import SparseSpec
 from swd_lens.train.baselines.sparse_network import budget, config_of, new_network
 from swd_lens.train.baselines.sparse_training import SPARSE_PRETRAINS
-from swd_lens.train.engine import Engine
 from swd_lens.train.rows import Shuffled
 from tests import families
 
@@ -137,23 +136,6 @@ def test_what_would_fail_late_is_refused_first(tmp_path):
             train(tmp_path, config=config, overwrite=True, **more)
     assert (tmp_path / "model" / "config.json").is_file()  # what stood there is not given up for that
     train(tmp_path / "earlier", end_density=0.05, stop_after=4)  # density .37 when it stops
-
-
-def test_the_later_of_two_calls_is_refused_and_the_earlier_ends_well(tmp_path, monkeypatch):
-    whole, one, nested = train(tmp_path / "whole", checkpoint_every=2), Engine.advance, []
-
-    def beginning(self, rows):
-        if self.step == 5 and not nested:
-            nested.append(None)
-            with pytest.raises(FolderInUseError, match="is written by sparse_pretrain"):
-                train(tmp_path / "both", checkpoint_every=2)
-        return one(self, rows)
-
-    monkeypatch.setattr(Engine, "advance", beginning)
-    assert train(tmp_path / "both", checkpoint_every=2).log.equals(whole.log) and nested
-    assert (tmp_path / "both/model/model.safetensors").read_bytes() == (whole.folder / "model.safetensors").read_bytes()
-    assert train(tmp_path / "both", checkpoint_every=2).log.equals(whole.log)
-    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["log.jsonl", "model", "run.json"]
 
 
 # ---------------------------------------------------------------------------------------------- method.md §0.2

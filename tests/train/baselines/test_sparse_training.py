@@ -125,7 +125,7 @@ def test_resumed_is_uninterrupted_to_the_bit(trained, tokenizer, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "advance", stopping)
         assert weights(train(tmp_path, tokenizer)) == weights(trained)  # taken over
-    with pytest.raises(swd.ResumeError, match=r"end_density 0\.2 then, 0\.5 now.*Call sparse_pretrain as then"):
+    with pytest.raises(swd.ResumeError, match=r"end_density 0\.2 then, 0\.5 now.*Rerun with the original settings"):
         train(tmp_path, tokenizer, end_density=0.5)
     assert json.loads((tmp_path / "run.json").read_text())["finished"] is True
 
@@ -190,7 +190,7 @@ def test_what_cannot_be_trained_is_refused(tokenizer, tmp_path):
         ({"updats": 3}, "did you mean updates"),
         ({"stop_after": 21}, "stop_after=21: the schedule has 20 updates"),
         ({"warmup": 0.9}, "density falls between"),
-        ({"learning_rate": 1e30}, r"update \d+: the loss is (nan|inf)"),
+        ({"learning_rate": 1e30}, r"update \d+ of \d+: the loss is (nan|inf)"),
     ):
         with pytest.raises(TrainError, match=says):
             train(tmp_path / "refused", tokenizer, **more)

@@ -43,12 +43,6 @@ def test_numbers_of_numpy_are_numbers(model, units):
     assert bits(baselines.transcoder(model, SITE, TOKENS, **{**QUICK, "n_tokens": np.int64(150)})) == bits(units)
 
 
-def test_one_count_to_keep(model):
-    assert list(baselines.transcoder(model, SITE, TOKENS, keep=100, **QUICK).checkpoints) == [100, 150]
-    with pytest.raises(TrainError, match=r"keep=\[True\]: give token counts"):
-        baselines.transcoder(model, SITE, TOKENS, keep=True, **QUICK)
-
-
 def test_a_count_written_as_a_float_is_the_count(units):
     at = units.at(1e2)
     assert type(at.tokens) is int and repr(at) == repr(units.at(100))

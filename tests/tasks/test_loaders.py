@@ -1,4 +1,4 @@
-"""The public task files and our generators with GPT-2's own tokenizer: counts, splits, year tokens."""
+"""load_task: what exists, our generators on the embedded model and GPT-2's tokenizer, the public files."""
 
 import itertools
 import json
@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+import swd_lens as swd
+from swd_lens.base.errors import TaskError
 from swd_lens.tasks import load_task
 from swd_lens.tasks.generators import FAMILIES
 from tests.tasks.test_task import FakeHost
@@ -86,3 +88,35 @@ def test_generated_years_are_the_tokens_century_and_two_digits(gpt2):
         pieces = [gpt2.tokenizer.decode([i]) for i in tokens]
         assert (f" {century}", start[2:]) in itertools.pairwise(pieces) or start == example.prompt[:4]
         assert pieces[-1] == f" {century}"
+
+
+def test_load_task_names_what_exists():
+    with pytest.raises(TaskError, match=r"'greater_then' is neither a task family .* Did you mean 'greater_than'\?"):
+        load_task("greater_then", FakeHost())
+    for n in ("n_train", "n_validation", "n_test"):
+        with pytest.raises(TaskError, match=f"{n} must be a whole number of at least 1, got 0"):
+            load_task("ioi", FakeHost(), **{n: 0})
+    with pytest.raises(TaskError, match=r"splits=.* belongs to Edge-Pruning folders; 'ioi' is split by n_train"):
+        load_task("ioi", FakeHost(), splits=("a", "b"))
+    with pytest.raises(TaskError, match="inclusive=True belongs to Edge-Pruning's greater-than"):
+        load_task("greater_than", FakeHost(), inclusive=True)
+    host = FakeHost()
+    host.tokenizer.bos_token = None
+    with pytest.raises(TaskError, match="this tokenizer has no BOS token; pass prepend_bos=False"):
+        load_task("ioi", host, prepend_bos=True)
+
+
+@pytest.mark.parametrize("family", ["ioi", "docstring", "greater_than", "gendered_pronoun"])
+def test_families_on_the_embedded_model(default_model, family):
+    task = load_task(family, default_model, n_train=60, n_validation=30, n_test=40)
+    assert (len(task.train), len(task.validation), len(task.test)) == (60, 30, 40)
+    assert task.prepend_bos and all(
+        int(tokens[0]) == default_model.tokenizer.bos_token_id for tokens in task.train.tokens
+    )
+
+
+def test_tasks_are_the_same_every_time(default_model):
+    first, second = (swd.load_task("ioi", default_model, n_train=10, n_test=5) for _ in range(2))
+    assert first.train.examples == second.train.examples
+    other = swd.load_task("ioi", default_model, n_train=10, n_test=5, seed=1)
+    assert first.train.examples != other.train.examples
