@@ -24,9 +24,9 @@ from torch import Tensor
 from swd_lens.circuits.ablation import replaced
 from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.hosts import Host, Start
-from swd_lens.hosts.predictions import attempt, gives, same_logits
 from swd_lens.hosts.recording import recording
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site, hook_name
+from swd_lens.hosts.verified import verified
 from swd_lens.tasks.task import TaskSplit
 from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.factors import Factors
@@ -259,7 +259,7 @@ class _Check:
 
     def agrees(self, fast_forward: FastForward, step: Any = None) -> bool:
         """Whether shortened runs give the plain logits; `step` is what a warning calls the shortcut, None: nobody is warned."""
-        return gives(self.plain, lambda: self._run(fast_forward, self.half), shortcut=step)
+        return verified(lambda: self._run(fast_forward, self.half), self.plain, shortcut=step)
 
     def known_site_agrees(self, fast_forward: FastForward) -> bool:
         """Whether the known site's units alone do in shortened runs what they do plainly, judged by the size of what they do.
@@ -270,11 +270,8 @@ class _Check:
         nothing = {name: torch.zeros_like(mask) for name, mask in self.half.items()}
         alone = {**nothing, fast_forward.known.name: self.half[fast_forward.known.name]}
         plain, whole = (self._run(self.plainly, masks) for masks in (alone, nothing))
-        shortened = attempt(lambda: self._run(fast_forward, alone))
-        if shortened is None:
-            return False
-        effect = (plain - whole).abs().max()
-        return bool((shortened - plain).abs().max() <= _EFFECT * effect) and same_logits(shortened, plain)
+        most = _EFFECT * (plain - whole).abs().max()
+        return verified(lambda: self._run(fast_forward, alone), plain, within=most)
 
     def _run(self, fast_forward: FastForward, masks: Masks) -> Float[Tensor, "circuit batch vocab"]:
         """Last-position logits with the masked units at zero."""

@@ -11,7 +11,6 @@ import torch
 
 import swd_lens as swd
 from swd_lens.circuits.screen import Screen, TaskScreen
-from swd_lens.circuits.screen_runs import ScreenRuns
 from swd_lens.tasks.aligned import aligned_prompts
 from swd_lens.tasks.split import TaskExample
 from tests import families
@@ -118,8 +117,7 @@ def test_shortcuts_change_nothing_on_other_hosts(family, monkeypatch):
     model = families.bridge(family)
     task = words(model)
     shortened = swd.screen(model, task, n_prompts=9)
-    monkeypatch.setattr(ScreenRuns, "_starts_agree", lambda *_: False)
-    monkeypatch.setattr(ScreenRuns, "_prefix_agrees", lambda *_: False)
+    monkeypatch.setattr("swd_lens.circuits.screen_runs.verified", lambda *_, **__: False)
     plain = swd.screen(model, task, n_prompts=9)
     assert plain.settings["fast_forward"]["words"] == []
     assert ("prefix" in shortened.settings["fast_forward"]["words"]) is (family != "bert")
