@@ -4,7 +4,7 @@ Where the units of a site spread every effect over many of them, each task's cir
 
 1. Predictions (`text_predictions`): contexts of one length are drawn from a text; the answer is the token that follows, the
    distractor the dense host's likeliest other one. Where the host begins with BOS, so does every context, as every prompt does.
-2. Every unit's contribution to every margin, z dg/dz at the last position, as circuits are scored (attribution.py).
+2. Every unit's contribution to every margin, z dg/dz at the last position, as circuits are scored (contributions.py).
 3. Of each prediction: units by descending contribution, and the edges of the first ones that together have `share` of what all
    positive contributions add up to.
 4. The geometric mean over predictions, with the standard error of its logarithm.
@@ -23,7 +23,7 @@ from swd_lens.base.record import Record
 from swd_lens.base.shares import fewest_with
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.ablation import Means
-from swd_lens.circuits.attribution import TrainingPass, first_order
+from swd_lens.circuits.contributions import TrainingPass, first_order
 from swd_lens.circuits.fast_forward import find_fast_forward
 from swd_lens.hosts import host_of, require_gradients, require_no_dropout
 from swd_lens.tasks.counting import excluded

@@ -13,8 +13,8 @@ import swd_lens as swd
 from swd_lens.base.files import write_text
 from swd_lens.base.shares import fewest_with
 from swd_lens.circuits.ablation import Means
-from swd_lens.circuits.attribution import TrainingPass, first_order
 from swd_lens.circuits.concentration import text_predictions
+from swd_lens.circuits.contributions import TrainingPass, first_order
 from swd_lens.circuits.fast_forward import find_fast_forward
 from swd_lens.circuits.fidelity import fidelities
 from swd_lens.hosts import host_of

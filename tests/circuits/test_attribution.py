@@ -9,7 +9,8 @@ import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.circuits import attribute
 from swd_lens.circuits.ablation import MEAN_OVER
-from swd_lens.circuits.attribution import POSITIONS, SCORES, SIGNS
+from swd_lens.circuits.attribution import POSITIONS, SIGNS
+from swd_lens.circuits.contributions import SCORES
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import hook_name
 from swd_lens.units import attach
@@ -256,7 +257,7 @@ def test_bad_options_are_refused_before_anything_is_attached(model, few, every):
     for name in ("score", "sign", "positions", "mean_over"):
         with pytest.raises(ValueError, match=f"{name} must be one of .*, got 'last'"):
             attribute(model, few, SPLIT, **{name: "last"})
-    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got 0"):
         attribute(model, few, SPLIT, score="integrated_gradients", steps=0)
     with pytest.raises(ValueError, match=r"write to the residual stream .*; blocks\.0\.attn_qkv does not"):
         attribute(model, every, SPLIT, score="direct_logit")

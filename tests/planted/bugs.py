@@ -171,7 +171,7 @@ BUGS = [
         "circuits/test_curve.py",
     ),
     Bug(
-        "circuits/attribution.py",
+        "circuits/contributions.py",
         "(difference.double() * total / steps)",
         "(difference.double() * total / (steps + 1))",
         "circuits/test_attribution.py",
