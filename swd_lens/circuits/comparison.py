@@ -18,11 +18,12 @@ import pandas as pd
 
 from swd_lens.base.errors import legible
 from swd_lens.base.record import Record
-from swd_lens.circuits.curve import CostCurve, SeedCosts, over_seeds
+from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.circuits.measure import RECOVERED, Threshold
 from swd_lens.circuits.plots import plot_curves, plot_frontiers
 from swd_lens.circuits.scores import UnitScores
+from swd_lens.circuits.seeds import SeedCosts, over_seeds
 
 TOLERANCE = 0.001  # nats (paper §protocol)
 ROLES = ("swd", "control", "paper", "trained")

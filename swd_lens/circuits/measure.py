@@ -34,6 +34,7 @@ from swd_lens.tasks.task import TaskSplit
 
 LEVEL = 0.95  # of every interval
 RECOVERED = 0.9  # the usual threshold
+COSTS = ("edges", "units")
 VALUES = ("recovered", "sufficiency", "drop")  # of a circuit, in the order of a table's columns
 _LEAST_ERRORS, _LEAST_SHARE = 2.0, 0.05  # of what a surface carries: in standard errors, and of |Q(dense)|
 _SYMMETRIC = 1e-9  # skewness over sqrt(n), below which there is none

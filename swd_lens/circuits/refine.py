@@ -25,17 +25,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import legible, quoted
+from swd_lens.base.checks import bounded, one_of
+from swd_lens.base.errors import legible
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.bits import unit_bits_of
 from swd_lens.circuits.circuit import Circuit
-from swd_lens.circuits.curve import COSTS
 from swd_lens.circuits.evaluate import evaluate_circuits, prefix_grid
 from swd_lens.circuits.fast_forward import Masks
 from swd_lens.circuits.interventions import InterventionRunner
-from swd_lens.circuits.measure import Margins, Threshold, by_content, contents_of, t_quantile
+from swd_lens.circuits.measure import COSTS, Margins, Threshold, by_content, contents_of, t_quantile
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.hosts.recording import standing_hooks
@@ -140,11 +140,9 @@ def refine(
         ValueError: an unknown cost, scores of other factors, or a threshold that no prefix can be expected to reach (or that is
             undefined: these units carry nothing on the search's prompts, or the margin is not positive).
     """
-    if cost not in COSTS:
-        raise ValueError(f"cost must be one of {COSTS}, got {quoted(cost)}")
+    one_of("cost", cost, COSTS)
     threshold, end = Threshold.given(recovered=recovered, sufficiency=sufficiency), time.monotonic() + seconds
-    if max_prompts < 1:
-        raise ValueError(f"max_prompts must be at least 1, got {max_prompts}")
+    bounded("max_prompts", max_prompts, 1)
     split = (task.train if isinstance(task, Task) else task).first(max_prompts)
     require_no_dropout(model)
     with attach(model, factors) as attachment:

@@ -14,7 +14,7 @@ from swd_lens import baselines
 from swd_lens.circuits import CostCurve, Fidelity, attribute, compare, evaluate, fidelity
 from swd_lens.circuits.compare import check_tasks, role_of, sources_of
 from swd_lens.circuits.comparison import Comparison, TaskComparison
-from swd_lens.circuits.curve import SeedCosts, mean_min_cost, over_seeds
+from swd_lens.circuits.seeds import SeedCosts, mean_min_cost, over_seeds
 from swd_lens.tasks.task import Task
 from tests.contract import swd_zero_data
 from tests.forwards import block_runs

@@ -166,8 +166,8 @@ BUGS = [
     ),
     Bug(
         "circuits/curve.py",
-        "_area([abs(1.0 - value) for value in f])",
-        "_area([1.0 - value for value in f])",
+        "area([abs(1.0 - value) for value in f])",
+        "area([1.0 - value for value in f])",
         "circuits/test_curve.py",
     ),
     Bug(
