@@ -154,8 +154,8 @@ def refine(
         search.end = end
         stop = search
         if isinstance(task, Task):
-            bench = InterventionRunner(host, attachment, task.validation, scores, ablation, **how)
-            stop = _Search(bench, scores, edges, cost, threshold, search, len(set(contents_of(task.test))))
+            runner = InterventionRunner(host, attachment, task.validation, scores, ablation, **how)
+            stop = _Search(runner, scores, edges, cost, threshold, search, len(set(contents_of(task.test))))
         prefix = _best_prefix(stop)
         tried = _searched(search, stop, prefix, rounds, progress)
         best = stop.cheapest(torch.stack(tried))
@@ -164,7 +164,7 @@ def refine(
         values = {"train": search.values(both), "validation": stop.values(both)}
     named = {name: {"prefix": float(of[0]), "refined": float(of[1])} for name, of in values.items()}
     about = {"cost": cost, threshold.of: threshold.value, "ablation": ablation, "n_train": len(split)}
-    about |= {"n_validation": len(stop.bench.split), **standing_hooks(model)}
+    about |= {"n_validation": len(stop.runner.split), **standing_hooks(model)}
     circuits = {
         kind: Circuit(search.units(kept), scores, edges, {"kind": kind, **about}, bits)
         for kind, kept in (("prefix", prefix), ("refined", best))
@@ -185,7 +185,7 @@ def _best_prefix(stop: "_Search") -> Bool[Tensor, " unit"]:
     good = stop.good(stop.prefixes_of(lengths)).nonzero()[:, 0]
     if not len(good):
         raise ValueError(
-            f"no prefix can be expected to reach {legible(stop.threshold)} on further prompts: {len(stop.bench.split)} "
+            f"no prefix can be expected to reach {legible(stop.threshold)} on further prompts: {len(stop.runner.split)} "
             "prompts are too few, or what they show is too different; ask for less, or take more prompts"
         )
     best = stop.cheapest(stop.prefixes_of(stop.filled(lengths, int(good[0]))))
@@ -228,7 +228,7 @@ class _Search:
 
     def __init__(
         self,
-        bench: InterventionRunner,
+        runner: InterventionRunner,
         scores: UnitScores,
         edges: Mapping[str, Int[Tensor, " _unit"]],
         cost: str,
@@ -241,9 +241,9 @@ class _Search:
             others: further prompts that say how much contents differ.
             n_further: contents of the prompts that its circuits will be judged on; 0: these very prompts.
         """
-        self.bench, self.threshold, self.target, self.ranking = bench, threshold, threshold.value, scores.ranking()
+        self.runner, self.threshold, self.target, self.ranking = runner, threshold, threshold.value, scores.ranking()
         self.end, self.tell = math.inf, _nobody_listens  # no step begins later; hears of each one
-        self.others, self.n_further, self.contents = others, n_further, contents_of(bench.split)
+        self.others, self.n_further, self.contents = others, n_further, contents_of(runner.split)
         ones = torch.ones(len(self.ranking), dtype=torch.int64)
         self.costs = torch.tensor([int(edges[site][unit]) for site, unit in self.ranking]) if cost == "edges" else ones
         # Units without edges cost nothing and do nothing but their constant; dividing by their cost must still work.
@@ -311,7 +311,7 @@ class _Search:
         def masks(chunk: slice) -> Masks:
             return {site: ~kept[chunk][:, places] for site, places in self.places.items()}
 
-        return self.bench.run(len(kept), masks)[0].margins
+        return self.runner.run(len(kept), masks)[0].margins
 
     def prefixes(self) -> Bool[Tensor, "circuit unit"]:
         """All prefixes of the grid, and some between the last that does not reach the target and the first that does."""

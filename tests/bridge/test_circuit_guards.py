@@ -127,7 +127,7 @@ def test_grids_are_whole_numbers_and_curves_show_themselves():
         scores = swd.attribute(model, factors, split)
         curve = swd.evaluate(model, factors, split, scores, grid=torch.tensor([1, 2, 5, 5]), random_sets=0)
         assert curve.rows["units"].tolist() == [0, 1, 2, 5, scores.n_units]  # the empty circuit always
-        with pytest.raises(ValueError, match=r"prefix lengths must be whole numbers, got 1\.5"):
+        with pytest.raises(ValueError, match=r"prefix length must be a whole number from 0 to \d+, got 1\.5"):
             swd.evaluate(model, factors, split, scores, grid=[1.5])
         with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
             swd.evaluate(model, factors, split, scores, batch_size=0)

@@ -148,8 +148,8 @@ def test_no_single_unit_of_a_searched_circuit_can_go(toy, ablation):
     """What the search itself ends in, before it is decided on validation prompts where to stop."""
     model, factors, scores = toy
     with attach(model, factors) as attachment:
-        bench = InterventionRunner(host_of(model), attachment, TRAIN, scores, ablation, keep=True)
-        search = _Search(bench, scores, attachment.factors.active_edges, "edges", Threshold("sufficiency", 1.02))
+        runner = InterventionRunner(host_of(model), attachment, TRAIN, scores, ablation, keep=True)
+        search = _Search(runner, scores, attachment.factors.active_edges, "edges", Threshold("sufficiency", 1.02))
         everything = torch.ones(scores.n_units, dtype=torch.bool)
         start, *_, end = search.at(1.02, start=everything, rounds=0)
         assert search.price(end) < search.price(start)
