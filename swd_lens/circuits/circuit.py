@@ -120,8 +120,6 @@ class Circuit(Record):
             }
         )
 
-    frame = table  # its former name
-
     def overlap(self, other: "Circuit") -> dict[str, float]:
         """How much two circuits of the same factors share: shared units, |A and B| / |A or B| in units and in edges, and the
         shares of this one's and the other's units that are shared.

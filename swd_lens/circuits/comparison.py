@@ -282,8 +282,6 @@ class Comparison(Mapping[str, TaskComparison], Record):
                 parts.append(pd.concat([head.astype({"seed": "Int64"}), rows], axis=1))
         return pd.concat(parts, ignore_index=True)
 
-    frame = prefixes  # its former name
-
     def table(
         self,
         recovered: float | int = RECOVERED,

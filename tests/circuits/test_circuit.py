@@ -65,7 +65,6 @@ def test_table():
         "mean z": [3.0, 0.5, 1.0],  # per position: that of the last
         "edges": [0, 5, 1],
     }
-    assert ONE.frame().equals(ONE.table())  # its former name
     assert by_hand().table().empty
 
 
