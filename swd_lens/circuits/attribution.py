@@ -97,11 +97,11 @@ def attribute(
         units, sites = attachment.factors, attachment.sites
         fast_forward = find_fast_forward(host, sites, units, split, positions, known=chosen.known, dense=dense)
         means = Means(host, sites, split, positions, mean_over, batch_size)
-        contributions = chosen.make(TrainingPass(host, units, fast_forward, means, steps, dense))
+        training = TrainingPass(host, units, fast_forward, means, steps, dense)
         totals = {site: torch.zeros(size, dtype=torch.float64) for site, size in units.sizes.items()}
         buckets = list(split.buckets(batch_size))
         for bucket in tqdm(buckets, desc="attribution", unit="batch", disable=not progress, leave=False):
-            of_bucket = contributions(bucket)
+            of_bucket = chosen.of(training, bucket)
             require_finite(f"the score ({score})", of_bucket)
             for name, contribution in of_bucket.items():
                 totals[name] += SIGNS[sign](contribution).sum(0).cpu()
@@ -118,8 +118,8 @@ def attribute(
 
 
 _HELP = [
-    fill(f'"{name}": {of.about}', 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
-    for name, of in SCORES.items()
+    fill(f'"{name}": {each.about}', 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    for name, each in SCORES.items()
 ]
 attribute.__doc__ = (
     f"{(attribute.__doc__ or '').rstrip()}\n\n    Scores (mu: the unit's mean, g: the margin):\n" + "\n".join(_HELP)

@@ -86,7 +86,7 @@ class TaskComparison(Record):
         return typed(pd.DataFrame(rows), whole={column for row in rows for column in row if column.startswith(_COSTS)})
 
     def plot(self, cost: str = "edges"):
-        """What circuits of every replacement recover, and their drop, against cost; a matplotlib Figure."""
+        """Draw what circuits of every replacement recover, and their drop, against cost; a matplotlib Figure."""
         return plot_curves(self.curves, cost=cost)
 
 
@@ -166,7 +166,7 @@ class Comparison(Mapping[str, TaskComparison], Record):
         )
 
     def without(self, methods: Iterable[str]) -> "Comparison":
-        """The same without some methods."""
+        """This comparison without some methods."""
         left_out = {name for method in methods for name in self.methods.get(method, ())}
 
         def kept(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,19 +256,12 @@ class Comparison(Mapping[str, TaskComparison], Record):
         references = self.methods.get(self.reference, ())
         if not references or not {name, *references} <= set(self.fidelities):
             return None, None
-        known = {
-            each: self.fidelities[each].ce if of == "CE" else self.fidelities[each].kl for each in (name, *references)
-        }
+        of_curve = self.fidelities
+        known = {each: of_curve[each].ce if of == "CE" else of_curve[each].kl for each in (name, *references)}
         difference = known[name] - sum(known[each] for each in references) / len(references)
         if name in references:
             return difference, None
         return difference, self.fidelities[name].difference_se(*(self.fidelities[n] for n in references), of=of)
-
-    def _matching_columns(self, method: str) -> dict[str, Any]:
-        out, columns = self.out_by(method), {}
-        for of in ("CE", "KL"):
-            columns[f"{of} difference"], columns[f"{of} difference se"] = self._difference(method, of)
-        return columns | {"out by": None if out is None else ", ".join(out), "matched": self.matched(method)}
 
     # ------------------------------------------------------------------------------------------ tables
 
@@ -322,10 +315,8 @@ class Comparison(Mapping[str, TaskComparison], Record):
                 row["carries"] = all(curve.carries for curve in curves)
                 for target in targets:
                     for cost in _COSTS:
-                        column, costs = (
-                            f"{cost} at {target}",
-                            over_seeds([priced(curve, target, cost) for curve in curves]),
-                        )
+                        column = f"{cost} at {target}"
+                        costs = over_seeds([priced(curve, target, cost) for curve in curves])
                         row[column] = costs.mean
                         types["real" if self.groups else "whole"].add(column)
                         if spread:
@@ -336,7 +327,11 @@ class Comparison(Mapping[str, TaskComparison], Record):
                 for column, costs in admissible(curves).items():
                     row[column] = costs.mean
                     types["real" if self.groups else "whole"].add(column)
-                rows.append(row | self._matching_columns(method))
+                for of in ("CE", "KL"):
+                    row[f"{of} difference"], row[f"{of} difference se"] = self._difference(method, of)
+                out = self.out_by(method)
+                row |= {"out by": None if out is None else ", ".join(out), "matched": self.matched(method)}
+                rows.append(row)
         return typed(pd.DataFrame(rows), **types)
 
     def fidelity(self) -> pd.DataFrame:

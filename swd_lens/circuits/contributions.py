@@ -1,12 +1,13 @@
 """Contributions: what each unit adds to the task margin on one prompt, by one of several definitions.
 
-Each definition is one record of `SCORES`: a function from a `TrainingPass` to (bucket -> contributions) under `@score(...)`,
-which says what `attribute` has to know of it. To add one, write it here: `attribute`, its help and its checks read the registry.
+Each definition is one record of `SCORES`: a function under `@score(...)`, which says what `attribute` has to know of it; its
+docstring is its line in the help. To add one, write it here: `attribute`, its help and its checks read the registry.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from inspect import getdoc
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -35,8 +36,8 @@ class Score:
     """One definition of a contribution.
 
     Attributes:
-        make: called once per `attribute`, while the units are attached; gives bucket -> (batch, unit) per site.
-        about: what it is, in a sentence of the help.
+        of: gives every prompt's contribution of every unit, site -> (batch, unit), float64 on the CPU.
+        about: a sentence of the help.
         gradients: whether it needs gradients in the host.
         known: whether runs may begin behind the first replaced site (fast_forward.py, point 3): only where z and gradients by it
             are not looked at.
@@ -44,7 +45,7 @@ class Score:
         note: for the settings; "" for none.
     """
 
-    make: Callable[["TrainingPass"], Callable[[Bucket], PerSite]]
+    of: Callable[["TrainingPass", Bucket], PerSite]
     about: str
     gradients: bool = True
     known: bool = False
@@ -53,14 +54,15 @@ class Score:
 
 
 SCORES: dict[str, Score] = {}
+Definition = TypeVar("Definition", bound=Callable[["TrainingPass", Bucket], PerSite])
 
 
-def score(about: str, **needs: Any) -> Callable[[Any], Any]:
-    """Register a function of a `TrainingPass` in `SCORES`, under its own name."""
+def score(**needs: Any) -> Callable[[Definition], Definition]:
+    """Register a definition in `SCORES`, under its own name."""
 
-    def register(make: Any) -> Any:
-        SCORES[make.__name__] = Score(make, about, **needs)
-        return make
+    def register(of: Definition) -> Definition:
+        SCORES[of.__name__] = Score(of, " ".join((getdoc(of) or "").split()), **needs)
+        return of
 
     return register
 
@@ -139,96 +141,70 @@ class TrainingPass:
         return seen, {name: g.float() for name, g in zip(differentiated, gradients, strict=True)}
 
 
-def _times_gradients(training: TrainingPass, means: Mapping[str, Tensor] | None) -> Callable[[Bucket], PerSite]:
-    """z * dg/dz, or (z - mu) * dg/dz, summed over the positions that count."""
-    runner, counted = training.runner, training.counted
-
-    def contributions(bucket: Bucket) -> PerSite:
-        z, gradients = training.margin_gradients(runner.share(bucket.tokens), bucket)
-        training.add_to_means(bucket, z)
-        of_sites = {}
-        for name, value in z.items():
-            moved = value[:, counted] if means is None else training.moved(means[name], value)
-            of_sites[name] = (moved * gradients[name][:, counted]).double().sum(1).cpu()
-        return of_sites
-
-    return contributions
+@score()
+def first_order(training: TrainingPass, bucket: Bucket) -> PerSite:
+    """z * dg/dz, summed over positions (paper app. A.3)."""
+    z, gradients = training.margin_gradients(training.runner.share(bucket.tokens), bucket)
+    training.add_to_means(bucket, z)
+    counted = training.counted
+    return {name: (z[name][:, counted] * gradients[name][:, counted]).double().sum(1).cpu() for name in z}
 
 
-@score("z * dg/dz, summed over positions (paper app. A.3).")
-def first_order(training: TrainingPass) -> Callable[[Bucket], PerSite]:
-    """z * dg/dz."""
-    return _times_gradients(training, None)
+@score()
+def attribution_patching(training: TrainingPass, bucket: Bucket) -> PerSite:
+    """(z - mu) * dg/dz, what setting the unit to mu costs to first order: what a unit holds on every prompt counts nothing."""
+    means = training.means.finished()
+    z, gradients = training.margin_gradients(training.runner.share(bucket.tokens), bucket)
+    moved = {name: training.moved(means[name], value) for name, value in z.items()}
+    return {name: (moved[name] * gradients[name][:, training.counted]).double().sum(1).cpu() for name in z}
 
 
-@score(
-    "(z - mu) * dg/dz, what setting the unit to mu costs to first order: what a unit holds on every prompt counts nothing."
-)
-def attribution_patching(training: TrainingPass) -> Callable[[Bucket], PerSite]:
-    """(z - mu) * dg/dz."""
-    return _times_gradients(training, training.means.finished())
-
-
-@score(
-    "(z - mu) * the mean of dg/dz on the straight way from mu to z, one site at a time while later ones follow. Per site they "
-    "add up to margin(z) - margin(site at mu), up to the midpoint rule's error.",
-    steps=True,
-)
-def integrated_gradients(training: TrainingPass) -> Callable[[Bucket], PerSite]:
-    """(z - mu) * mean over the way from mu to z of dg/dz."""
-    means, counted, steps, runner = training.means.finished(), training.counted, training.steps, training.runner
-
-    def of_site(site: Site, shared: Shared, bucket: Bucket) -> Float[Tensor, "batch unit"]:
+@score(steps=True)
+def integrated_gradients(training: TrainingPass, bucket: Bucket) -> PerSite:
+    """(z - mu) * the mean of dg/dz on the straight way from mu to z, one site at a time while later ones follow. Per site they
+    add up to margin(z) - margin(site at mu), up to the midpoint rule's error.
+    """
+    means, steps, shared, of_sites = training.means.finished(), training.steps, training.runner.share(bucket.tokens), {}
+    for site in training.units.sites:
         total: Any = 0.0
         z: dict[str, Tensor] = {}
         for step in range(steps):
             # Midpoints: exact for margins that are quadratic on the way.
             z, gradients = training.margin_gradients(shared, bucket, site, (step + 0.5) / steps)
-            total = total + gradients[site.name][:, counted].double()
+            total = total + gradients[site.name][:, training.counted].double()
         difference = training.moved(means[site.name], z[site.name])
-        return (difference.double() * total / steps).sum(1).cpu()
-
-    def contributions(bucket: Bucket) -> PerSite:
-        shared = runner.share(bucket.tokens)
-        return {site.name: of_site(site, shared, bucket) for site in training.units.sites}
-
-    return contributions
+        of_sites[site.name] = (difference.double() * total / steps).sum(1).cpu()
+    return of_sites
 
 
-@score("margin - margin with the unit alone at mu. Exact, at one run per unit.", gradients=False, known=True)
-def ablation(training: TrainingPass) -> Callable[[Bucket], PerSite]:
-    """margin - margin with the unit alone at mu."""
-    means, runner, sizes = training.means.finished(), training.runner, training.units.sizes
+@score(gradients=False, known=True)
+def ablation(training: TrainingPass, bucket: Bucket) -> PerSite:
+    """margin - margin with the unit alone at mu. Exact, at one run per unit."""
+    runner, sizes, means = training.runner, training.units.sizes, training.means.finished()
+    shared = runner.share(bucket.tokens)
+    values = {name: aligned(mean, bucket.tokens.shape[1])[None] for name, mean in means.items()}
+
+    def margins(alone: list[tuple[str, int]], copies: int) -> Tensor:
+        masks = {site: torch.zeros(copies, size, dtype=torch.bool) for site, size in sizes.items()}
+        for row, (site, unit) in enumerate(alone):
+            masks[site][row, unit] = True
+        with torch.no_grad():
+            logits = runner.logits(shared, masks, values, bucket.token_ids)
+        return bucket.margin(logits).double().cpu()
+
     names = [(site, unit) for site, size in sizes.items() for unit in range(size)]
-
-    def contributions(bucket: Bucket) -> PerSite:
-        shared = runner.share(bucket.tokens)
-        values = {name: aligned(mean, bucket.tokens.shape[1])[None] for name, mean in means.items()}
-
-        def margins(alone: list[tuple[str, int]], copies: int) -> Tensor:
-            masks = {site: torch.zeros(copies, size, dtype=torch.bool) for site, size in sizes.items()}
-            for row, (site, unit) in enumerate(alone):
-                masks[site][row, unit] = True
-            with torch.no_grad():
-                logits = runner.logits(shared, masks, values, bucket.token_ids)
-            return bucket.margin(logits).double().cpu()
-
-        whole = margins([], 1)
-        at_once = max(1, _TOKENS_PER_FORWARD // bucket.tokens.numel())
-        chunks = [names[start : start + at_once] for start in range(0, len(names), at_once)]
-        lost = torch.cat([whole - margins(chunk, len(chunk)) for chunk in chunks])
-        return {site: part.T for site, part in zip(sizes, lost.split(list(sizes.values())), strict=True)}
-
-    return contributions
+    at_once = max(1, _TOKENS_PER_FORWARD // bucket.tokens.numel())
+    chunks = [names[start : start + at_once] for start in range(0, len(names), at_once)]
+    whole = margins([], 1)
+    lost = torch.cat([whole - margins(chunk, len(chunk)) for chunk in chunks])
+    return {site: part.T for site, part in zip(sizes, lost.split(list(sizes.values())), strict=True)}
 
 
-@score(
-    "z * (write vector . dg/dr), r the residual stream that the final norm reads at the scoring position: the effect on the "
-    "logits past all later layers (our reading of NaNA, method.md §4.2). For sites that write to the residual stream.",
-    note="swd_lens' reading of NaNA's score, which the paper describes in words only",
-)
-def direct_logit(training: TrainingPass) -> Callable[[Bucket], PerSite]:
-    """z * (write vector . dg/dr) at the scoring position; through the norm behind the site, its scale held, where it has one."""
+@score(note="swd_lens' reading of NaNA's score, which the paper describes in words only")
+def direct_logit(training: TrainingPass, bucket: Bucket) -> PerSite:
+    """z * (write vector . dg/dr), r the residual stream that the final norm reads at the scoring position: the effect on the
+    logits past all later layers (our reading of NaNA, method.md §4.2). For sites that write to the residual stream.
+    """
     host, units, last = training.host, training.units, training.host.model.cfg.n_layers
     for site in units.sites:
         if site.kind not in WRITES_RESIDUAL:
@@ -236,32 +212,27 @@ def direct_logit(training: TrainingPass) -> Callable[[Bucket], PerSite]:
                 f"score='direct_logit' is for sites that write to the residual stream ({', '.join(WRITES_RESIDUAL)}); "
                 f"{site.name} does not. Leave it out, or take score='first_order'"
             )
-
-    def contributions(bucket: Bucket) -> PerSite:
-        prefix = host.freeze_prefix(bucket.tokens) if training.fast_forward.keeps_prefix else None
-        watch = norms_behind(host, units.sites)
-        with torch.no_grad(), watch as behind, recording(host, units=units.sites, keep=Tensor.float) as seen:
-            residual = host.residual(bucket.tokens, last, prefix)
-        z = seen.units
-        training.add_to_means(bucket, z)
-        with torch.enable_grad():
-            leaf = residual[:, -1:].detach().requires_grad_(True)
-            start = Start(last, leaf)
-            logits = host.last_logits(bucket.tokens[:, -1:], start=start, token_ids=bucket.token_ids)
-            gradient = torch.autograd.grad(bucket.margin(logits).sum(), leaf)[0][:, 0]
-        of_sites = {}
-        for site in units.sites:
-            norm = held_behind(host, site, behind[site.name][0][:, -1]) if site.name in behind else None
-            cotangent = gradient if norm is None else norm.pull(gradient.float()) * norm.inverse[:, None]
-            at_end, of_site = z[site.name][:, -1], units[site.name]
-            if isinstance(of_site, Factors):
-                effect = cotangent.float() @ of_site.write.to(cotangent.device).float().T
-            else:  # what the write vectors are at this z is found by differentiating
-                assert isinstance(of_site, CoderUnits)  # attach lets nothing else through
-                with torch.enable_grad():
-                    at = at_end.detach().requires_grad_(True)
-                    effect = torch.autograd.grad((of_site.decode(at) * cotangent).sum(), at)[0]
-            of_sites[site.name] = (at_end * effect).double().cpu()
-        return of_sites
-
-    return contributions
+    prefix = host.freeze_prefix(bucket.tokens) if training.fast_forward.keeps_prefix else None
+    watch = norms_behind(host, units.sites)
+    with torch.no_grad(), watch as behind, recording(host, units=units.sites, keep=Tensor.float) as seen:
+        residual = host.residual(bucket.tokens, last, prefix)
+    training.add_to_means(bucket, seen.units)
+    with torch.enable_grad():
+        leaf = residual[:, -1:].detach().requires_grad_(True)
+        logits = host.last_logits(bucket.tokens[:, -1:], start=Start(last, leaf), token_ids=bucket.token_ids)
+        gradient = torch.autograd.grad(bucket.margin(logits).sum(), leaf)[0][:, 0]
+    of_sites = {}
+    for site in units.sites:
+        # Through the norm behind the site, its scale held, where it has one.
+        norm = held_behind(host, site, behind[site.name][0][:, -1]) if site.name in behind else None
+        cotangent = gradient if norm is None else norm.pull(gradient.float()) * norm.inverse[:, None]
+        at_end, of_site = seen.units[site.name][:, -1], units[site.name]
+        if isinstance(of_site, Factors):
+            effect = cotangent.float() @ of_site.write.to(cotangent.device).float().T
+        else:  # a coder's effect is found by differentiating what it decodes
+            assert isinstance(of_site, CoderUnits)  # attach lets nothing else through
+            with torch.enable_grad():
+                at = at_end.detach().requires_grad_(True)
+                effect = torch.autograd.grad((of_site.decode(at) * cotangent).sum(), at)[0]
+        of_sites[site.name] = (at_end * effect).double().cpu()
+    return of_sites

@@ -1,4 +1,4 @@
-"""What the circuit protocol keeps, so that nothing is run twice.
+"""Caches of the circuit protocol, so that nothing is run twice.
 
 1. On disk, where a call has a folder: scores and curves as its finished parts (base/step_cache.py). Tensors keep their dtype and
    bits; of a curve, rows and settings are JSON, which keeps every digit of a float.
@@ -112,10 +112,6 @@ class DenseCache:
         self._kept: dict[Any, Any] = {}
         self._of_splits: dict[Any, tuple[TaskSplit, Any]] = {}
 
-    def outcome(self, split: TaskSplit, batch_size: int, run: Callable[[], Any]) -> Any:
-        """What the dense host gives on a split: run now, or kept."""
-        return self.of_split(split, ("outcome", batch_size), run)
-
     def of_split(self, split: TaskSplit, key: Hashable, find: Callable[[], T]) -> T:
         """Something that holds for a split: found now, or kept."""
         key = (id(split), key)  # the split is kept beside it, so that no other one gets its id
@@ -125,31 +121,24 @@ class DenseCache:
 
     def begun(self, host: Host, tokens: Int[Tensor, "batch pos"], layer: int) -> Begun | None:
         """`Host.begin` on these prompts; whatever is attached from the layer on may stay."""
-        key = ("begun", *_key(tokens, layer))
-        if key not in self._kept:
-            begun = host.begin(tokens, layer)
-            if begun is None:
-                return None
-            self._keep(key, begun, begun.earlier.nbytes + begun.last.nbytes)
-            return begun
-        return self._kept[key]
+        return self._made(
+            ("begun", layer), tokens, lambda: host.begin(tokens, layer), lambda of: of.earlier.nbytes + of.last.nbytes
+        )
 
     def residual(self, host: Host, tokens: Int[Tensor, "batch pos"], layer: int) -> Float[Tensor, "batch pos d_model"]:
-        """What enters a block at every position."""
-        key = ("residual", *_key(tokens, layer))
-        if key not in self._kept:
-            with torch.no_grad():
-                residual = host.residual(tokens, layer)
-            self._keep(key, residual, residual.nbytes)
-            return residual
-        return self._kept[key]
+        """Residual stream that enters a block, at every position."""
+        with torch.no_grad():
+            return self._made(
+                ("residual", layer), tokens, lambda: host.residual(tokens, layer), lambda residual: residual.nbytes
+            )
 
-    def _keep(self, key: Any, value: Any, n_bytes: int) -> None:
-        if n_bytes <= self._room:
-            self._kept[key] = value
-            self._room -= n_bytes
-
-
-def _key(tokens: Tensor, layer: int) -> tuple[Any, ...]:
-    """By the ids themselves: buckets of prompts are made anew for every pass."""
-    return layer, tuple(tokens.shape), tokens.cpu().numpy().tobytes()
+    def _made(self, key: tuple[Any, ...], tokens: Tensor, make: Callable[[], Any], size: Callable[[Any], int]) -> Any:
+        """Kept, or made now and kept where there is room; by the ids themselves: buckets of prompts are made anew each time."""
+        key = (*key, tuple(tokens.shape), tokens.cpu().numpy().tobytes())
+        if key in self._kept:
+            return self._kept[key]
+        made = make()
+        if made is not None and size(made) <= self._room:
+            self._kept[key] = made
+            self._room -= size(made)
+        return made

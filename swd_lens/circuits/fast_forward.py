@@ -43,7 +43,7 @@ Masks = Mapping[str, Bool[Tensor, "circuit _unit"]]
 
 @dataclass(frozen=True)
 class FastForward:
-    """What runs leave out.
+    """Shortcuts of runs.
 
     Attributes:
         positions: "scoring" (only the last position is intervened on) or "all".
@@ -64,7 +64,7 @@ class FastForward:
 
 @dataclass(frozen=True)
 class Shared:
-    """What all interventions on the same prompts share.
+    """State that all interventions on the same prompts share.
 
     Attributes:
         prefix: what later positions need of all but the last, see `Host.freeze_prefix`.
@@ -95,22 +95,19 @@ class Runner:
         """Compute once what interventions on these prompts share."""
         host, layer, known = self.host, self.fast_forward.layer, self.fast_forward.known
         with torch.no_grad():
-            prefix, start = self._begun(tokens)
+            # The prefix, and where its last position (without one, every position) takes up; None: at the tokens.
+            begins, keeps = self.fast_forward.begins, self.fast_forward.keeps_prefix
+            begun = self.dense.begun(host, tokens, begins) if begins and keeps else None
+            prefix = host.freeze_prefix(tokens, begun) if keeps else None
+            start = None if begun is None else Start(begins, begun.last)
+            if begins and prefix is None:  # prompts of one token, too
+                start = Start(begins, self.dense.residual(host, tokens, begins))
             if not layer:
                 return Shared(tokens, prefix)
             with recording(host, units=[known] if known else []) as seen:
                 residual = host.residual(tokens, layer, prefix, start)
             kept = host.repeat_prefix(prefix, 1, layer) if prefix is not None else None
             return Shared(tokens, kept, Start(layer, residual), seen.units[known.name] if known else None)
-
-    def _begun(self, tokens: Int[Tensor, "batch pos"]) -> tuple[Any, Start | None]:
-        """The prefix, and where its last position (without one, every position) takes up; None: at the tokens."""
-        host, begins = self.host, self.fast_forward.begins
-        begun = self.dense.begun(host, tokens, begins) if begins and self.fast_forward.keeps_prefix else None
-        prefix = host.freeze_prefix(tokens, begun) if self.fast_forward.keeps_prefix else None
-        if begins and prefix is None:  # prompts of one token, too
-            return None, Start(begins, self.dense.residual(host, tokens, begins))
-        return prefix, None if begun is None else Start(begins, begun.last)
 
     def logits(
         self, shared: Shared, masks: Masks, values: Values, token_ids: Int[Tensor, " answer"] | None = None
@@ -227,7 +224,7 @@ def _agreeing(
 def _steps(
     host: Host, sites: list[Site], units: Mapping[str, Units], positions: str, known: bool, shares: bool
 ) -> Iterator[dict[str, Any]]:
-    """What may be left out, one thing after the other."""
+    """Changes to a FastForward that may be tried, one after the other."""
     layer = min(site.layer for site in sites)
     if positions == "scoring":
         yield {"keeps_prefix": True}

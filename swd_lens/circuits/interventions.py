@@ -32,7 +32,7 @@ _LOGITS_AT_ONCE = 2**26  # a quarter of a gigabyte in float32
 
 @dataclass(frozen=True)
 class Outcome:
-    """What each run gave on each prompt of a split, in the split's order.
+    """Results of runs on the prompts of a split, in the split's order.
 
     Attributes:
         margins: (run, prompt) in logits.
@@ -102,7 +102,13 @@ class InterventionRunner:
     ):
         attachment.factors.require_made_for(scores.settings, "this ranking")
         split.require_host(host.model)
-        _require_same_beginning(scores.settings.get("prepend_bos"), split)
+        scored = scores.settings.get("prepend_bos")
+        if None not in (scored, split.prepend_bos) and scored != split.prepend_bos:
+            how = {True: "with", False: "without"}
+            raise ValueError(
+                f"the scores are of prompts {how[scored]} BOS, the {split.name} prompts of {quoted(split.task)} are "
+                f"{how[bool(split.prepend_bos)]}: their means do not fit; load both with the same prepend_bos"
+            )
         self.host, self.attachment, self.split = host, attachment, split
         self.batch_size, self.tokens_per_forward = batch_size, tokens_per_forward
         self.keep, self.progress = keep, progress
@@ -148,18 +154,19 @@ class InterventionRunner:
 
     def dense(self) -> Outcome:
         """The dense host on every prompt."""
-        return self.runner.dense.outcome(self.split, self.batch_size, self._run_dense)
 
-    def _run_dense(self) -> Outcome:
-        outcome = Outcome.empty(1, len(self.split))
-        with torch.no_grad(), self.attachment.dense(), self._fused():
-            for bucket in self.split.buckets(self.batch_size):
-                logits = self.host.last_logits(bucket.tokens, token_ids=bucket.token_ids)
-                outcome.put(torch.zeros(1, dtype=torch.int64), bucket, logits[None])
-        return outcome
+        def run() -> Outcome:
+            outcome = Outcome.empty(1, len(self.split))
+            with torch.no_grad(), self.attachment.dense(), self._fused():
+                for bucket in self.split.buckets(self.batch_size):
+                    logits = self.host.last_logits(bucket.tokens, token_ids=bucket.token_ids)
+                    outcome.put(torch.zeros(1, dtype=torch.int64), bucket, logits[None])
+            return outcome
+
+        return self.runner.dense.of_split(self.split, ("outcome", self.batch_size), run)
 
     def _fused(self) -> AbstractContextManager[bool]:
-        """Of the longest prompt, where prompts are long."""
+        """Fuse attention where prompts are long, as the longest one says."""
         return fused_attention(self.host, max(self.split.tokens, key=len)[None])
 
     def _prepared(self) -> Iterator[tuple[Bucket, Shared, Values]]:
@@ -175,12 +182,3 @@ class InterventionRunner:
                 kept.append(prepared)
             yield prepared
         self._kept = kept
-
-
-def _require_same_beginning(scored: bool | None, split: TaskSplit) -> None:
-    if None not in (scored, split.prepend_bos) and scored != split.prepend_bos:
-        how = {True: "with", False: "without"}
-        raise ValueError(
-            f"the scores are of prompts {how[bool(scored)]} BOS, the {split.name} prompts of {quoted(split.task)} are "
-            f"{how[bool(split.prepend_bos)]}: their means do not fit; load both with the same prepend_bos"
-        )

@@ -92,7 +92,7 @@ def contents_of(split: TaskSplit) -> list[str]:
 
 @dataclass(frozen=True)
 class Carried:
-    """What the units of a surface do for a task, in logits of margin.
+    """Margin that the units of a surface carry of a task, in logits.
 
     Attributes:
         logits: Q(full) - Q(empty).

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from swd_lens.base.errors import quoted
+from swd_lens.base.checks import bounded, one_of
 from swd_lens.base.figures import INK, new_figure, style
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import with_torch_defaults
@@ -176,10 +176,8 @@ def circuit_null(
     Warns:
         UndefinedSufficiencyWarning: the mean margin with all units is not positive.
     """
-    if n < 1:
-        raise ValueError(f"n={n}: a null needs at least one random circuit; the smallest possible p is 1 / (n + 1)")
-    if match not in MATCHES:
-        raise ValueError(f"match must be one of {MATCHES}, got {quoted(match)}")
+    bounded("n, the number of random circuits,", n, 1)
+    one_of("match", match, MATCHES)
     split = task.test if isinstance(task, Task) else task
     units = UnitSet.of(model, factors)
     how: dict[str, Any] = {"ablation": ablation, "batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
@@ -190,9 +188,8 @@ def circuit_null(
         subject = curve.circuit_at(recovered=recovered, sufficiency=sufficiency)
     elif isinstance(circuit, Circuit):
         subject = circuit
-    elif not 0 <= circuit <= scores.n_units:
-        raise ValueError(f"n_units must lie in 0 .. {scores.n_units}, got {circuit}")
     else:
+        bounded("circuit=, a number of units,", circuit, 0, scores.n_units)
         subject = Circuit.of(units, scores, scores.ranking()[:circuit], kind="prefix")
 
     pool = _Pool.of(subject, match)
@@ -259,16 +256,14 @@ class _Pool:
         most = int(self.edges[self.members].sum())
         if self.stratum is None:
             return self._named(random_set(self.edges, most, generator))
-        tries = [self._like_members(generator) for _ in range(_TRIES)]
+        tries = []
+        for _ in range(_TRIES):
+            drawn = torch.zeros_like(self.members)
+            for start in range(0, len(drawn), self.stratum):  # as many units of each stratum as the circuit has there
+                inside = self.members[start : start + self.stratum]
+                drawn[start + torch.randperm(len(inside), generator=generator)[: int(inside.sum())]] = True
+            tries.append(drawn)
         return self._named(min(tries, key=lambda drawn: abs(int(self.edges[drawn].sum()) - most)))
-
-    def _like_members(self, generator: torch.Generator) -> Bool[Tensor, " unit"]:
-        """As many units of each stratum as the circuit has there."""
-        drawn = torch.zeros_like(self.members)
-        for start in range(0, len(self.members), self.stratum or 1):
-            inside = self.members[start : start + (self.stratum or 1)]
-            drawn[start + torch.randperm(len(inside), generator=generator)[: int(inside.sum())]] = True
-        return drawn
 
     def _named(self, drawn: Bool[Tensor, " unit"]) -> tuple[tuple[str, int], ...]:
         return tuple(self.units[i] for i in drawn.nonzero()[:, 0].tolist())

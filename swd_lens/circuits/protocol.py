@@ -36,7 +36,7 @@ _EVALUATION: Mapping[str, Any] = {"random_sets": 0}
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is run for every replacement.
+    """The runs for every replacement.
 
     Attributes:
         tokens: held-out text for fidelity; None measures none.
@@ -62,7 +62,7 @@ class Protocol:
 
 @dataclass
 class Outcomes:
-    """What the protocol gives: by name of a replacement; scores also by (task, positions), curves by ablation besides."""
+    """Results by name of a replacement; scores also by (task, positions), curves by ablation besides."""
 
     fidelities: dict[str, Fidelity]
     scores: dict[tuple[str, str], dict[str, UnitScores]] = field(default_factory=lambda: defaultdict(dict))
@@ -113,7 +113,7 @@ def _groups(
 
 
 def _keys(protocol: Protocol, name: str, measured: Mapping[str, Fidelity]) -> Iterator[Key]:
-    """Of every part of one replacement."""
+    """Keys of every part of one replacement."""
     if protocol.tokens is not None and name not in measured:
         yield _fidelity_key(protocol, name)
     for task, where in product(protocol.tasks, protocol.positions):

@@ -219,10 +219,6 @@ def _searched(
     return tried
 
 
-def _nobody_listens(text: str) -> None:
-    """Where no bar is shown."""
-
-
 class _Search:
     """Sets of units as boolean vectors over all units, in the order of the ranking, on the prompts of one split."""
 
@@ -242,7 +238,8 @@ class _Search:
             n_further: contents of the prompts that its circuits will be judged on; 0: these very prompts.
         """
         self.runner, self.threshold, self.target, self.ranking = runner, threshold, threshold.value, scores.ranking()
-        self.end, self.tell = math.inf, _nobody_listens  # no step begins later; hears of each one
+        # No step begins later than `end`; `tell` hears of each one.
+        self.end, self.tell = math.inf, lambda text: None
         self.others, self.n_further, self.contents = others, n_further, contents_of(runner.split)
         ones = torch.ones(len(self.ranking), dtype=torch.int64)
         self.costs = torch.tensor([int(edges[site][unit]) for site, unit in self.ranking]) if cost == "edges" else ones
@@ -299,7 +296,7 @@ class _Search:
         return self.over(kept) >= -_ROUNDING * self.whole
 
     def cheapest(self, kept: Bool[Tensor, "circuit unit"]) -> Bool[Tensor, " unit"] | None:
-        """Of those that are good enough."""
+        """The cheapest of those that are good enough; None where none is."""
         good = kept[self.good(kept)]
         return min(good, key=lambda each: (self.price(each), int(each.sum())), default=None)
 

@@ -111,7 +111,7 @@ class ScreenRuns:
 
     @property
     def fast_forward(self) -> list[str]:
-        """What runs leave out, by name."""
+        """Names of what runs leave out."""
         return ["start"] * self.starts + ["prefix"] * self.keeps_prefix
 
     def screen(
@@ -130,10 +130,8 @@ class ScreenRuns:
         require_seen([site for sites in interventions.values() for site in sites], averaged, "output")
         for output in self.outputs.values():
             output.mean = torch.as_tensor(output.sums) / torch.as_tensor(output.n).clamp(min=1)
-        groups = {
-            layer: [name for name, sites in interventions.items() if min(site.layer for site in sites) == layer]
-            for layer in layers
-        }
+        first = {name: min(site.layer for site in sites) for name, sites in interventions.items()}
+        groups = {layer: [name for name, begins in first.items() if begins == layer] for layer in layers}
         # Interventions of a layer in the middle, from that layer and from the tokens on.
         singles = [sites for sites in interventions.values() if len(sites) == 1] or list(interventions.values())
         middle = min(site.layer for site in singles[len(singles) // 2])
