@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.base.checks import one_of
+from swd_lens.base.checks import bounded, one_of
 from swd_lens.base.errors import NotCarriedWarning, callers_level, legible, quoted
 from swd_lens.base.record import Record
 from swd_lens.circuits.circuit import Circuit
@@ -198,16 +198,13 @@ class CostCurve(Record):
         Raises:
             ValueError: see `cost_at`; no prefix reaches the threshold, or these units do not carry the task.
         """
-        asked = Threshold.given(**threshold)
+        asked, chosen = Threshold.given(**threshold), self.validation if len(self.validation) else self.rows
         one_of("cost", cost, COSTS)
         if not self.carries:
-            raise ValueError(
-                f"{legible(self._does_not_carry())} No circuit of these units can be chosen: there is nothing of which it "
-                "could recover a part"
-            )
+            nothing = "there is nothing of which it could recover a part"
+            raise ValueError(f"{legible(self._does_not_carry())} No circuit of these units can be chosen: {nothing}")
         row = self.row_of(asked, cost)
         if row is None:
-            chosen = self.validation if len(self.validation) else self.rows
             of = "drop" if asked.of == "necessity" else asked.of
             raise ValueError(
                 f"no prefix of {quoted(self.task)} reaches {asked.value} on the {self.chosen_on} prompts; the highest "
@@ -224,8 +221,7 @@ class CostCurve(Record):
         """
         if self.scores is None:
             raise ValueError("this curve carries no scores (it was made by hand, not by evaluate)")
-        if not 0 <= n_units <= self.scores.n_units:
-            raise ValueError(f"n_units must lie in 0 .. {self.scores.n_units}, got {n_units}")
+        bounded("n_units", n_units, 0, self.scores.n_units)
         units = tuple(self.scores.ranking()[:n_units])
         return Circuit(units, self.scores, self.edges, {"kind": "prefix", **self.settings, **provenance}, self.bits)
 
@@ -260,7 +256,7 @@ class CostCurve(Record):
         asked = Threshold.given(**threshold)
         one_of("cost", cost, COSTS)
         if not 0 < level < 1:
-            raise ValueError(f"level must lie in (0, 1), got {level}; 0.95 is a 95 % interval")
+            raise ValueError(f"level must be in (0, 1), got {level}; 0.95 is a 95 % interval")
         if not self.margins:
             raise ValueError("this curve carries no margins (it was made by hand, not by evaluate)")
         if self.margins["full"].numel() < 2:

@@ -157,10 +157,9 @@ class Threshold:
     def contrast(self, margins: Margins) -> Float[Tensor, "circuit prompt"]:
         """Numbers whose mean over prompts is at least 0 where the threshold is reached."""
         keep, ablate, full, empty = margins.keep, margins.ablate, margins.full, margins.empty
-        if self.of == "recovered":
-            return keep - self.value * full - (1 - self.value) * empty
-        if self.of == "recovered of dense":
-            return keep - self.value * margins.dense - (1 - self.value) * empty
+        if self.of.startswith("recovered"):
+            whole = full if self.of == "recovered" else margins.dense
+            return keep - self.value * whole - (1 - self.value) * empty
         if self.of == "sufficiency":
             return keep - self.value * full
         if self.of == "necessity":
@@ -204,9 +203,8 @@ def measured(margins: Margins, carried: Carried, task: str, *, warn: bool = True
         columns[name] = part.mean(1) / whole.mean() if defined else nothing
         columns[f"{name} low"], columns[f"{name} high"] = ratio_interval(part, whole) if defined else (nothing, nothing)
     of_dense = (margins.dense.double() - empty).mean()
-    columns["recovered of dense"] = (
-        (keep - empty).mean(1) / of_dense if of_dense > 0 else columns["recovered"] * math.nan
-    )
+    of_dense = of_dense if of_dense > 0 else math.nan
+    columns["recovered of dense"] = (keep - empty).mean(1) / of_dense
     columns["drop"] = (full - ablate).mean(1)
     columns["drop low"], columns["drop high"] = mean_interval(full - ablate)
     columns |= {"q keep": keep.mean(1), "q ablate": ablate.mean(1)}
@@ -243,11 +241,8 @@ def ratio_interval(
     for reach, side in ((below, -1), (above, 1)):
         t2 = reach**2 / (n * (n - 1))
         # r with bb r^2 - 2 ab r + aa <= 0.
-        aa, ab, bb = (
-            a.square() - t2 * p.square().sum(1),
-            a * b - t2 * (p * w).sum(1),
-            b.square() - t2 * w.square().sum(),
-        )
+        aa, ab = a.square() - t2 * p.square().sum(1), a * b - t2 * (p * w).sum(1)
+        bb = b.square() - t2 * w.square().sum()
         ends.append((ab + side * (ab.square() - aa * bb).clamp_min(0).sqrt()) / bb)
         known &= bb > 0
     low, high = (torch.where(known, end, math.nan) for end in ends)
@@ -319,13 +314,9 @@ def _standard_error(values: Float[Tensor, "*circuit prompt"]) -> Float[Tensor, "
 def surface_name(sites: Iterable[str]) -> str:
     """These sites as a sentence names them."""
     names = list(sites)
-    return (
-        names[0]
-        if len(names) == 1
-        else f"the surface of {names[0]} and {len(names) - 1} more"
-        if names
-        else "the surface"
-    )
+    if len(names) < 2:
+        return names[0] if names else "the surface"
+    return f"the surface of {names[0]} and {len(names) - 1} more"
 
 
 def part_of(sites: Iterable[str]) -> str:

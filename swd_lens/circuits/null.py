@@ -90,20 +90,13 @@ class CircuitNull(Record):
         """Recovered and drop (logits) of the circuit, of the random ones mean, sd (n - 1) and best, how many of those
         do at least as well, and p.
         """
-        return pd.DataFrame(
-            [
-                {
-                    "measure": of,
-                    "circuit": self.rows[of].iloc[0],
-                    "random mean": self.rows[of].iloc[1:].mean(),
-                    "random sd": self.rows[of].iloc[1:].std(),
-                    "random best": self.rows[of].iloc[1:].max(),
-                    "as good": self._as_good(of),
-                    "p": self._p(of),
-                }
-                for of in MEASURES
-            ]
-        )
+        rows = []
+        for of in MEASURES:
+            random = self.rows[of].iloc[1:]
+            row = {"measure": of, "circuit": self.rows[of].iloc[0], "random mean": random.mean()}
+            row |= {"random sd": random.std(), "random best": random.max(), "as good": self._as_good(of)}
+            rows.append(row | {"p": self._p(of)})
+        return pd.DataFrame(rows)
 
     def plot(self):
         """Every random circuit, in ascending order, and the circuit in question as a line; a matplotlib Figure."""
@@ -203,10 +196,14 @@ def circuit_null(
     # A drop is what ablation takes off the margin with all units.
     q_full = float(rows["drop"].iloc[0] + rows["q ablate"].iloc[0])
     settings = {
-        **{"match": match, "n": n, "seed": seed, "ablation": ablation},
-        **{"test_split": split.name, "n_test": len(split)},
-        **{"pool units": len(pool.units), "stratum": pool.stratum, "circuit": dict(subject.provenance)},
+        "match": match,
+        "n": n,
+        "seed": seed,
+        "ablation": ablation,
+        "test_split": split.name,
+        "n_test": len(split),
     }
+    settings |= {"pool units": len(pool.units), "stratum": pool.stratum, "circuit": dict(subject.provenance)}
     return CircuitNull(rows, split.task, q_full, settings, (subject, *draws))
 
 

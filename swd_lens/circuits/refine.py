@@ -148,11 +148,9 @@ def refine(
     with attach(model, factors) as attachment:
         edges, bits, host = attachment.factors.active_edges, unit_bits_of(attachment.factors), host_of(model)
         how: dict[str, Any] = {"tokens_per_forward": tokens_per_forward, "keep": True}
-        search = _Search(
-            InterventionRunner(host, attachment, split, scores, ablation, **how), scores, edges, cost, threshold
-        )
+        runner = InterventionRunner(host, attachment, split, scores, ablation, **how)
+        search = stop = _Search(runner, scores, edges, cost, threshold)
         search.end = end
-        stop = search
         if isinstance(task, Task):
             runner = InterventionRunner(host, attachment, task.validation, scores, ablation, **how)
             stop = _Search(runner, scores, edges, cost, threshold, search, len(set(contents_of(task.test))))
@@ -171,11 +169,9 @@ def refine(
     }
     test = pd.DataFrame()
     if isinstance(task, Task):
-        test = evaluate_circuits(
-            model, factors, task, circuits, ablation=ablation, tokens_per_forward=tokens_per_forward
-        )
-    how = {"test": test, "target": float(threshold.value), "of": threshold.of}
-    return Refinement(circuits["prefix"], circuits["refined"], named["train"], named["validation"], **how)
+        how = {"ablation": ablation, "tokens_per_forward": tokens_per_forward}
+        test = evaluate_circuits(model, factors, task, circuits, **how)
+    return Refinement(**circuits, **named, test=test, target=float(threshold.value), of=threshold.of)
 
 
 def _best_prefix(stop: "_Search") -> Bool[Tensor, " unit"]:
@@ -197,10 +193,8 @@ def _searched(
     search: "_Search", stop: "_Search", prefix: Bool[Tensor, " unit"], rounds: int, progress: bool
 ) -> list[Bool[Tensor, " unit"]]:
     """The prefix and the circuits of several searches, each at the target that the outcome of the last one asks for."""
-    tried, highest = (
-        [prefix],
-        float(search.values(search.prefixes_of(torch.tensor(prefix_grid(len(search.ranking))))).max()),
-    )
+    grid = torch.tensor(prefix_grid(len(search.ranking)))
+    tried, highest = [prefix], float(search.values(search.prefixes_of(grid)).max())
     # On one split alone there is nothing to allow for.
     target = search.threshold.value if search is stop else float(search.values(prefix[None])[0])
     n_searches = 1 if search is stop else _SEARCHES

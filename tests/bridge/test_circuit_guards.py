@@ -133,7 +133,7 @@ def test_grids_are_whole_numbers_and_curves_show_themselves():
             swd.evaluate(model, factors, split, scores, batch_size=0)
     assert "<b>t</b>" in repr(curve) and "&lt;b&gt;t&lt;/b&gt;" in curve._repr_html_()
     assert "<b>t" not in curve.circuit(2)._repr_html_() and "<b>t" not in curve._repr_html_()
-    with pytest.raises(ValueError, match="level must lie in"):
+    with pytest.raises(ValueError, match="level must be in"):
         curve.cost_interval(sufficiency=0.9, level=95)
 
 

@@ -181,7 +181,7 @@ def test_what_is_refused(toy):
     model, factors, scores = toy
     with pytest.raises(ValueError, match="cost must be one of"):
         refine(model, factors, TASK, scores, cost="tokens")
-    with pytest.raises(ValueError, match="max_prompts must be at least 1"):
+    with pytest.raises(ValueError, match="max_prompts must be a whole number of at least 1"):
         refine(model, factors, TASK, scores, max_prompts=0)
     with pytest.raises(
         ValueError, match="no prefix can be expected to reach sufficiency 9 on further prompts: 8 prompts"

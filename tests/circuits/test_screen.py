@@ -95,9 +95,9 @@ def test_the_host_is_left_as_it_was(host):
         pytest.raises(ValueError, match=r"units are attached at blocks\.1\.mlp_out: detach"),
     ):
         swd.screen(model, tasks[0])
-    with pytest.raises(ValueError, match="positions='last'"):
+    with pytest.raises(ValueError, match="positions must be one of 'scoring', 'all', 'each', got 'last'"):
         swd.screen(model, tasks[0], positions="last")
-    with pytest.raises(ValueError, match="n_prompts=0"):
+    with pytest.raises(ValueError, match="n_prompts must be a whole number of at least 1, got 0"):
         swd.screen(model, tasks[0], n_prompts=0)
 
 
