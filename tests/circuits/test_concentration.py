@@ -11,15 +11,10 @@ from swd_lens.circuits.concentration import text_predictions
 from swd_lens.hosts import host_of
 from swd_lens.units import attach
 from tests.contract import swd_zero_data
-from tests.micro import random_tokens, toy_model
+from tests.micro import random_tokens
 
 SITE = "blocks.1.mlp_out"
 TEXT = random_tokens(12, 8)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
 
 
 @pytest.fixture(scope="module")

@@ -83,12 +83,6 @@ def test_an_unknown_unit_or_mode_is_refused(model):
         replaced_masks(scores, [], "remove")
 
 
-def test_ties_go_by_site_then_unit(model):
-    scores = attribute(model, identity_factors(), TRAIN)
-    tied = type(scores)({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([2.0, 1.0])}, {}, {})
-    assert tied.ranking() == [("a", 1), ("b", 0), ("a", 0), ("b", 1)]
-
-
 # ---------------------------------------------------------------------------------------------- every score
 
 # Of TRAIN, with mu = (2, 3); both gradients are 1 everywhere, because the model is linear in z.

@@ -13,15 +13,10 @@ from swd_lens import baselines
 from swd_lens.circuits.per_token import PerTokenUse, fewest_by_output, per_token_use
 from swd_lens.units.factors import Factors
 from tests.contract import UNIT_SOURCES, swd_zero_data
-from tests.micro import identity_factors, micro_model, random_split, random_tokens, toy_model
+from tests.micro import identity_factors, micro_model, random_split, random_tokens
 
 SITE, EARLIER = "blocks.1.mlp_out", "blocks.0.attn_o"
 measure = importlib.import_module("swd_lens.circuits.per_token")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
 
 
 # ---------------------------------------------------------------------------------------------- by output, by hand
