@@ -210,10 +210,9 @@ def _judged(
     outcome, full = runner.run(2 * n, masks, kl=kl)
     dense = runner.dense()
     keep, ablate = outcome.margins.split(n)
-    further = dict(zip(("accuracy keep", "accuracy ablate"), outcome.correct.mean(1).split(n), strict=True))
-    if kl:
-        further |= zip(("KL keep", "KL ablate"), outcome.kl.mean(1).split(n), strict=True)
-    columns = pd.DataFrame({name: values.tolist() for name, values in further.items()})
+    columns = pd.DataFrame()
+    for name, of_runs in {"accuracy": outcome.correct, **({"KL": outcome.kl} if kl else {})}.items():
+        columns[f"{name} keep"], columns[f"{name} ablate"] = of_runs.mean(1).view(2, n).tolist()
     return _Judged(Margins(keep, ablate, full.margins[0], keep[0], dense.margins[0]), full, dense, columns)
 
 

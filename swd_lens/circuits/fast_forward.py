@@ -15,6 +15,7 @@ ways). So `find_fast_forward` runs a few prompts plainly and by each shortcut, a
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -184,10 +185,7 @@ def find_fast_forward(
     Warns:
         UserWarning: a shortcut that should hold on every host does not, or runs with it fail.
     """
-
-    def find() -> FastForward:
-        return _agreeing(host, sites, units, split, positions, known, dense)
-
+    find = partial(_agreeing, host, sites, units, split, positions, known, dense)
     of_sites = [units[site.name] for site in sites]
     factors = [each for each in of_sites if isinstance(each, Factors)]
     if dense is None or len(factors) < len(of_sites):  # what another coder does is its own
@@ -205,18 +203,35 @@ def _agreeing(
     known: bool,
     dense: DenseCache | None,
 ) -> FastForward:
-    """The shortcuts with which a few prompts give what they give plainly."""
+    """The shortcuts with which a few prompts, half of the units at zero, give what they give plainly."""
     # A few of the longest prompts: what goes wrong only beyond some length (a sliding window) goes wrong there.
     length = max(len(tokens) for tokens in split.tokens)
     tokens = torch.stack([tokens for tokens in split.tokens if len(tokens) == length][:_CHECKED_PROMPTS])
-    check = _Check(host, units, tokens, FastForward(positions), dense)
-    best = FastForward(positions)
+
+    def run(fast_forward: FastForward, masks: Masks) -> Float[Tensor, "circuit batch vocab"]:
+        """Last-position logits with the masked units at zero."""
+        values = {name: torch.zeros(1, 1, mask.shape[1], dtype=torch.float32) for name, mask in masks.items()}
+        runner = Runner(host, units, fast_forward, dense)
+        with torch.no_grad():
+            return runner.logits(runner.share(tokens), masks, values)
+
+    best = plainly = FastForward(positions)
+    half = {name: torch.arange(of_site.n_units)[None] % 2 == 0 for name, of_site in units.items()}
+    plain = run(plainly, half)
     for step in _steps(host, sites, units, positions, known, dense is not None):
         tried = replace(best, **step)
         if tried.known is best.known:
-            agrees = check.agrees(tried, step)
+            agrees = verified(partial(run, tried, half), plain, shortcut=step)
         else:  # what a site's units write need not be the whole of their effect: nothing to warn of
-            agrees = check.agrees(tried) and check.known_site_agrees(tried)
+            agrees = verified(partial(run, tried, half), plain)
+        if agrees and tried.known is not None and tried.known is not best.known:
+            # The known site's units alone, judged by the size of what they do: beside the logits a wrong effect may look like
+            # rounding, where the site does little.
+            nothing = {name: torch.zeros_like(mask) for name, mask in half.items()}
+            alone = nothing | {tried.known.name: half[tried.known.name]}
+            expected = run(plainly, alone)
+            most = _EFFECT * (expected - run(plainly, nothing)).abs().max()
+            agrees = verified(partial(run, tried, alone), expected, within=most)
         best = tried if agrees else best
     return best
 
@@ -242,37 +257,3 @@ def _steps(
     splits = any(site.layer == last and site.kind in READS_ATTENTION_INPUT for site in sites)
     if known and positions == "all" and not splits:
         yield {"short": True}
-
-
-class _Check:
-    """A few prompts with half of the units at zero, run plainly once, to compare shortened runs with."""
-
-    def __init__(
-        self, host: Host, units: Mapping[str, Units], tokens: Tensor, plainly: FastForward, dense: DenseCache | None
-    ):
-        self.host, self.units, self.tokens, self.plainly, self.dense = host, units, tokens, plainly, dense
-        self.half = {name: torch.arange(of_site.n_units)[None] % 2 == 0 for name, of_site in units.items()}
-        self.plain = self._run(plainly, self.half)
-
-    def agrees(self, fast_forward: FastForward, step: Any = None) -> bool:
-        """Whether shortened runs give the plain logits; `step` is what a warning calls the shortcut, None: nobody is warned."""
-        return verified(lambda: self._run(fast_forward, self.half), self.plain, shortcut=step)
-
-    def known_site_agrees(self, fast_forward: FastForward) -> bool:
-        """Whether the known site's units alone do in shortened runs what they do plainly, judged by the size of what they do.
-
-        Beside the logits a wrong effect may look like rounding, where the site does little; then the shortcut is not taken.
-        """
-        assert fast_forward.known is not None
-        nothing = {name: torch.zeros_like(mask) for name, mask in self.half.items()}
-        alone = {**nothing, fast_forward.known.name: self.half[fast_forward.known.name]}
-        plain, whole = (self._run(self.plainly, masks) for masks in (alone, nothing))
-        most = _EFFECT * (plain - whole).abs().max()
-        return verified(lambda: self._run(fast_forward, alone), plain, within=most)
-
-    def _run(self, fast_forward: FastForward, masks: Masks) -> Float[Tensor, "circuit batch vocab"]:
-        """Last-position logits with the masked units at zero."""
-        values = {name: torch.zeros(1, 1, mask.shape[1], dtype=torch.float32) for name, mask in masks.items()}
-        runner = Runner(self.host, self.units, fast_forward, self.dense)
-        with torch.no_grad():
-            return runner.logits(runner.share(self.tokens), masks, values)

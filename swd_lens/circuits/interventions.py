@@ -106,7 +106,7 @@ class InterventionRunner:
         if None not in (scored, split.prepend_bos) and scored != split.prepend_bos:
             how = {True: "with", False: "without"}
             raise ValueError(
-                f"the scores are of prompts {how[scored]} BOS, the {split.name} prompts of {quoted(split.task)} are "
+                f"the scores are of prompts {how[bool(scored)]} BOS, the {split.name} prompts of {quoted(split.task)} are "
                 f"{how[bool(split.prepend_bos)]}: their means do not fit; load both with the same prepend_bos"
             )
         self.host, self.attachment, self.split = host, attachment, split

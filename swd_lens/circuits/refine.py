@@ -171,7 +171,8 @@ def refine(
     if isinstance(task, Task):
         how = {"ablation": ablation, "tokens_per_forward": tokens_per_forward}
         test = evaluate_circuits(model, factors, task, circuits, **how)
-    return Refinement(**circuits, **named, test=test, target=float(threshold.value), of=threshold.of)
+    how = {"test": test, "target": float(threshold.value), "of": threshold.of}
+    return Refinement(circuits["prefix"], circuits["refined"], named["train"], named["validation"], **how)
 
 
 def _best_prefix(stop: "_Search") -> Bool[Tensor, " unit"]:

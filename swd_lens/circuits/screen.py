@@ -265,7 +265,7 @@ def screen(
             dense, outcome = runs.screen(interventions, f"screen {task.name}" if progress else None)
             screened[task.name] = _task_screen(task.name, dense, interventions, outcome)
             fast_forward[task.name] = runs.fast_forward
-    settings = {"swd_lens": __version__, "model": str(model.cfg.model_name), "positions": positions}
+    settings: dict[str, Any] = {"swd_lens": __version__, "model": str(model.cfg.model_name), "positions": positions}
     settings["prompts"] = {task.name: screened[task.name].prompts for task in listed}
     for name, of in (("sources", "source"), ("prepend_bos", "prepend_bos")):
         settings[name] = {task.name: getattr(task, of) for task in listed}
