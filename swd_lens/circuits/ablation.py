@@ -56,7 +56,7 @@ class Means:
         self._finished: dict[str, Tensor] | None = None
 
     def add(self, bucket: Bucket, z: Mapping[str, Float[Tensor, "batch _pos _unit"]]) -> None:
-        """Count these prompts, which were run anyway; z has every position, or the last one where that suffices."""
+        """Add prompts that were run anyway; z has every position, or the last one where that suffices."""
         for name, value in z.items():
             total = self._total(value.detach().double())
             sums = self._sums.setdefault(name, torch.zeros(self.rows, total.shape[1], dtype=torch.float64))

@@ -135,7 +135,7 @@ class _Prefixes:
 
     @classmethod
     def of(cls, units: UnitSet, scores: UnitScores, grid: Iterable[Any] | str | None) -> "_Prefixes":
-        """Raises ValueError where the grid is none."""
+        """Prefixes of a grid; a ValueError where it is no grid."""
         edges, bits, ranking = units.active_edges, unit_bits_of(units), scores.ranking()
         ranked = torch.tensor([int(edges[site][unit]) for site, unit in ranking])
         lengths = _lengths(grid, ranked)
@@ -175,8 +175,11 @@ def _lengths(grid: Iterable[Any] | str | None, ranked: Int[Tensor, " unit"]) -> 
 
 @dataclass(frozen=True)
 class _Judged:
-    """Circuits that were kept and ablated on the prompts of one split, the empty one first; `further`: columns that are no
-    margins, accuracy, and KL where it was measured."""
+    """Outcomes of circuits, the empty one first, each kept and ablated on the prompts of one split.
+
+    Attributes:
+        further: columns that are no margins: accuracy, and KL where it was measured.
+    """
 
     margins: Margins
     full: Outcome
@@ -188,7 +191,7 @@ class _Judged:
         return Carried.of(self.margins.full, self.margins.empty, float(self.dense.q))
 
     def rows(self, task: str) -> pd.DataFrame:
-        """A row per circuit: `CostCurve.rows` without costs."""
+        """One row per circuit: `CostCurve.rows` without costs."""
         return pd.concat([measured(self.margins, self.carried, task), self.further], axis=1)
 
 
@@ -198,8 +201,8 @@ def _judged(
     """Run all circuits kept, then all ablated.
 
     Args:
-        circuits: as many; the first is the empty one.
-        left_out: rows of circuits -> the units that are replaced when these are kept.
+        circuits: in their order, the empty one first; only their number is looked at.
+        left_out: rows of `circuits` -> masks of the units that are replaced when these are kept.
     """
     n = len(circuits)
 
@@ -294,7 +297,7 @@ def evaluate_circuits(
     tokens_per_forward: int = 16_384,
     dense: DenseCache | None = None,
 ) -> pd.DataFrame:
-    """Measure circuits on test prompts: a row per circuit with the columns of `CostCurve.rows`, and "circuit".
+    """Measure circuits on test prompts: one row per circuit, with the columns of `CostCurve.rows` and "circuit", its name.
 
     Args:
         circuits: one, or several by name, all found with the same scores.

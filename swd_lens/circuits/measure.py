@@ -86,7 +86,7 @@ def by_content(
 
 
 def contents_of(split: TaskSplit) -> list[str]:
-    """Whom or what each prompt is about (`meta["content"]`); a prompt that says nothing of it is its own."""
+    """The name or thing that each prompt is about (`meta["content"]`); a prompt without one is its own content."""
     return [example.meta.get("content", f"prompt {i}") for i, example in enumerate(split.examples)]
 
 
@@ -250,9 +250,9 @@ def ratio_interval(
 
 
 def _reach(values: Float[Tensor, "circuit prompt"], level: float) -> Ends:
-    """How many standard errors an interval of each mean reaches below and above it.
+    """How many standard errors the interval of each mean reaches below and above it.
 
-    To each side the farther of two: Student's t, and Hall's (1992, J. R. Statist. Soc. B 54, 221-228) of the same, which allows
+    To each side it is the farther of two: Student's t, and Hall's (1992, J. R. Statist. Soc. B 54, 221-228) of the same, which allows
     for skewness. Margins can be very skewed (what a circuit leaves out may matter for a few prompts): Student's t alone covers
     89 % where a few prompts in a hundred make the mean, and neither is far too wide (tests/circuits/test_coverage.py).
     """

@@ -239,7 +239,7 @@ class _Activations:
         self._kept: list[Mapping[str, Tensor]] = []
 
     def batches(self, label: str) -> Iterator[tuple[Tensor, Mapping[str, Float[Tensor, "batch _pos _unit"]]]]:
-        """Rows and z at every site."""
+        """Each batch's rows, with z at every site."""
         for i, batch in enumerate(self.split(label)):
             if i < len(self._kept):
                 z = self._kept[i]

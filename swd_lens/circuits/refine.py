@@ -261,7 +261,7 @@ class _Search:
         return (self._margins(kept).mean(1) - self.zero) / self.whole
 
     def over(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, " circuit"]:
-        """How far circuits are above the threshold, in logits, less what other prompts may take off that.
+        """How far circuits are surely above the threshold on other prompts, in logits.
 
         A one-sided 95 % prediction bound of the mean over `n_further` contents. What contents differ by is pooled over these
         prompts and the others: a validation split may have four names.
@@ -296,7 +296,7 @@ class _Search:
         return min(good, key=lambda each: (self.price(each), int(each.sum())), default=None)
 
     def short(self, kept: Bool[Tensor, " unit"]) -> float:
-        """How much more a circuit would have to reach, in units of the threshold's value; negative where it reaches enough."""
+        """How far a circuit falls short, in units of the threshold's value; negative where it reaches enough."""
         return -float(self.over(kept[None])[0]) / self.whole
 
     def _margins(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, "circuit prompt"]:
@@ -323,7 +323,7 @@ class _Search:
     def at(self, target: float, start: Bool[Tensor, " unit"], rounds: int) -> list[Bool[Tensor, " unit"]]:
         """The circuits that a search at this target passes on these prompts, from `start` or the best prefix on.
 
-        None where neither reaches it.
+        Empty where neither reaches it.
         """
         self.target = target
         begin = torch.cat([start[None], self.prefixes()])
