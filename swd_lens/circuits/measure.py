@@ -12,7 +12,7 @@
    is whether a mean is above zero.
 5. Intervals: over prompts, for means Student's t with Hall's allowance for skewness (`_reach`), for ratios of means Fieller's
    of the same (it takes the error of the denominator with it; where that could be zero there is no interval).
-   tests/circuits/test_coverage.py simulates what they cover: draws of further prompts about the same contents.
+   tests/circuits/test_measure.py simulates what they cover: draws of further prompts about the same contents.
 6. Prompts about the same name or year are alike. `by_content` makes values of contents of them, for which the same intervals
    are of draws of further contents.
 """
@@ -252,9 +252,9 @@ def ratio_interval(
 def _reach(values: Float[Tensor, "circuit prompt"], level: float) -> Ends:
     """How many standard errors the interval of each mean reaches below and above it.
 
-    To each side it is the farther of two: Student's t, and Hall's (1992, J. R. Statist. Soc. B 54, 221-228) of the same, which allows
-    for skewness. Margins can be very skewed (what a circuit leaves out may matter for a few prompts): Student's t alone covers
-    89 % where a few prompts in a hundred make the mean, and neither is far too wide (tests/circuits/test_coverage.py).
+    To each side it is the farther of two: Student's t, and Hall's (1992, J. R. Statist. Soc. B 54, 221-228) of the same, which
+    allows for skewness. Margins can be very skewed (what a circuit leaves out may matter for a few prompts): Student's t alone
+    covers 89 % where a few prompts in a hundred make the mean, and neither is far too wide (tests/circuits/test_measure.py).
     """
     n, t = values.shape[1], t_quantile(values.shape[1], level)
     student = torch.full_like(values[:, 0], t)
