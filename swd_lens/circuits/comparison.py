@@ -10,7 +10,7 @@
 compare.py runs what is in it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.circuits.measure import RECOVERED, Threshold
 from swd_lens.circuits.plots import plot_curves, plot_frontiers
 from swd_lens.circuits.scores import UnitScores
-from swd_lens.circuits.seeds import SeedCosts, over_seeds
+from swd_lens.circuits.seeds import over_seeds
 
 TOLERANCE = 0.001  # nats (paper §protocol)
 ROLES = ("swd", "control", "paper", "trained")
@@ -48,17 +48,6 @@ def priced(curve: CostCurve, threshold: Threshold, cost: str) -> int | None:
     return None if row is None else int(row[cost])
 
 
-def admissible(curves: Sequence[CostCurve]) -> dict[str, SeedCosts]:
-    """Column -> costs of the curves' smallest admissible prefixes; no column where no random sets were drawn."""
-    if not any(curve.settings.get("random_sets") for curve in curves):
-        return {}
-    rows = [curve.smallest_admissible() for curve in curves]
-    return {
-        f"{cost} of the smallest admissible": over_seeds([None if row is None else int(row[cost]) for row in rows])
-        for cost in _COSTS
-    }
-
-
 @dataclass(frozen=True)
 class TaskComparison(Record):
     """Curves and scores per replacement, on one task."""
@@ -76,14 +65,8 @@ class TaskComparison(Record):
     ) -> pd.DataFrame:
         """Least cost per replacement at each threshold, see `Comparison.table`; NA: never reached, or nothing is carried."""
         targets = thresholds(recovered, necessity, drop, sufficiency)
-        rows = [
-            {"task": self.task, "method": name, "margin": curve.q_full, "carried": curve.carried.logits}
-            | {"carries": curve.carries}
-            | {f"{cost} at {target}": priced(curve, target, cost) for target in targets for cost in _COSTS}
-            | {column: costs.least for column, costs in admissible([curve]).items()}
-            for name, curve in self.curves.items()
-        ]
-        return typed(pd.DataFrame(rows), whole={column for row in rows for column in row if column.startswith(_COSTS)})
+        table = Comparison({self.task: self})._table(targets, spread=False)
+        return table.drop(columns=[*_DIFFERENCES, "out by", "matched"])
 
     def plot(self, cost: str = "edges"):
         """Draw what circuits of every replacement recover, and their drop, against cost; a matplotlib Figure."""
@@ -324,9 +307,12 @@ class Comparison(Mapping[str, TaskComparison], Record):
                             row[f"reached {target}"] = costs.reached  # the same for units and edges
                             types["real"].add(f"{column} sd")
                             types["whole"] |= {f"{column} min", f"reached {target}"}
-                for column, costs in admissible(curves).items():
-                    row[column] = costs.mean
-                    types["real" if self.groups else "whole"].add(column)
+                if any(curve.settings.get("random_sets") for curve in curves):
+                    best = [curve.smallest_admissible() for curve in curves]
+                    for cost in _COSTS:
+                        column = f"{cost} of the smallest admissible"
+                        row[column] = over_seeds([None if each is None else int(each[cost]) for each in best]).mean
+                        types["real" if self.groups else "whole"].add(column)
                 for of in ("CE", "KL"):
                     row[f"{of} difference"], row[f"{of} difference se"] = self._difference(method, of)
                 out = self.out_by(method)
