@@ -193,11 +193,7 @@ def skill(model: Any, tasks: Task | Sequence[Task], *, batch_size: int = 64) -> 
     rows = []
     for task in [tasks] if isinstance(tasks, Task) else tasks:
         task.test.require_host(model)
-        outcome = Outcome.empty(1, len(task.test))
-        with torch.no_grad():
-            for bucket in task.test.buckets(batch_size):
-                logits = host.last_logits(bucket.tokens, token_ids=bucket.token_ids)
-                outcome.put(torch.zeros(1, dtype=torch.int64), bucket, logits[None])
+        outcome = Outcome.of_host(host, task.test, batch_size)
         rows.append(_task_screen(task.name, outcome, (), outcome))
     return _skill_table(rows)
 

@@ -20,7 +20,7 @@ from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.progress import tqdm
 from swd_lens.base.undo import Undo
-from swd_lens.circuits.interventions import Outcome
+from swd_lens.circuits.interventions import Outcome, at_once
 from swd_lens.hosts import Host, Start
 from swd_lens.hosts.recording import recording, require_seen
 from swd_lens.hosts.sites import Site
@@ -29,7 +29,6 @@ from swd_lens.tasks.split import Bucket, TaskSplit
 from swd_lens.units import require_detached
 
 _CHECKED_PROMPTS = 4
-_LOGITS_AT_ONCE = 2**26  # a quarter of a gigabyte in float32
 
 
 class Output(nn.Module):
@@ -143,7 +142,10 @@ class ScreenRuns:
         outcome = Outcome.empty(len(interventions), len(self.split))
         steps = [(each, layer) for each in prepared for layer in layers]
         for each, layer in tqdm(steps, desc=described, unit="layer", disable=described is None, leave=False):
-            for names in self._together(each, groups[layer]):
+            length = 1 if each.prefix is not None and self.keeps_prefix else each.bucket.tokens.shape[1]
+            most = at_once(each.bucket, length, self.tokens_per_forward, whole=each.bucket.token_ids is None)
+            for i in range(0, len(groups[layer]), most):
+                names = groups[layer][i : i + most]
                 logits = self._logits(each, layer, [interventions[name] for name in names])
                 outcome.put(torch.tensor([places[name] for name in names]), each.bucket, logits)
         return dense, outcome
@@ -164,17 +166,6 @@ class ScreenRuns:
             for layer, name in names.items()
         }
         return _Prepared(bucket, prefix, residuals)
-
-    def _together(self, prepared: _Prepared, names: Sequence[str]) -> Iterator[Sequence[str]]:
-        """Interventions that run at once."""
-        bucket = prepared.bucket
-        length = 1 if prepared.prefix is not None and self.keeps_prefix else bucket.tokens.shape[1]
-        at_once = self.tokens_per_forward // (len(bucket.index) * length)
-        if bucket.token_ids is None:
-            at_once = min(at_once, _LOGITS_AT_ONCE // (len(bucket.index) * bucket.d_vocab))
-        at_once = max(1, at_once)
-        for i in range(0, len(names), at_once):
-            yield names[i : i + at_once]
 
     def _logits(
         self, prepared: _Prepared, layer: int, interventions: Sequence[Sequence[Site]], plainly: bool = False

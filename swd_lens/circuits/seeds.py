@@ -7,12 +7,13 @@ it, the others are counted (method.md §4.1).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pandas as pd
 
 
+@runtime_checkable
 class Curve(Protocol):
     """A cost curve as it is drawn and averaged: `swd_lens.circuits.CostCurve`."""
 
