@@ -121,9 +121,6 @@ def test_no_forward_holds_more_prompts_than_batch_size(model, few, score, monkey
     assert max(rows) <= 4  # find_fast_forward tries four prompts
 
 
-# ---------------------------------------------------------------------------------------------- calculus
-
-
 # ---------------------------------------------------------------------------------------------- metrics, settings, errors
 
 
