@@ -176,7 +176,7 @@ CALLS = {
     "refine": lambda kit: swd.refine(kit.model, kit.factors, kit.task.train, kit.scores, rounds=1),
     "fidelity": lambda kit: swd.fidelity(kit.model, kit.factors, kit.tokens),
     "compare": lambda kit: swd.compare(
-        {"SWD": kit.factors, "SVD": swd.baselines.svd(kit.model, SITES)}, kit.model, kit.task, tokens=kit.tokens
+        kit.model, {"SWD": kit.factors, "SVD": swd.baselines.svd(kit.model, SITES)}, kit.task, tokens=kit.tokens
     ),
     "qk": Kit.qk,
     "audit": lambda kit: vars(swd.audit(kit.model, kit.factors, kit.tokens, n=2, progress=False))["sites"],

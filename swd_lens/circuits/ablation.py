@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from swd_lens.base.checks import one_of
 from swd_lens.base.errors import TaskError, quoted
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.scores import UnitScores
@@ -49,14 +50,13 @@ class Means:
         self.rows = longest if mean_over == "per_position" and not self.last_suffices else 1
         self._sums: dict[str, Tensor] = {}
         self._counts = torch.zeros(self.rows, dtype=torch.int64)
-        self._routed: dict[
-            str, Tensor
-        ] = {}  # of experts, whose units are zero, and absent, at the tokens of other experts
+        # Of experts, whose units are zero, and absent, at the tokens of other experts.
+        self._routed: dict[str, Tensor] = {}
         self._done = torch.zeros(len(split), dtype=torch.bool)
         self._finished: dict[str, Tensor] | None = None
 
     def add(self, bucket: Bucket, z: Mapping[str, Float[Tensor, "batch _pos _unit"]]) -> None:
-        """Count these prompts, which were run anyway; z has every position, or the last one where that suffices."""
+        """Add prompts that were run anyway; z has every position, or the last one where that suffices."""
         for name, value in z.items():
             total = self._total(value.detach().double())
             sums = self._sums.setdefault(name, torch.zeros(self.rows, total.shape[1], dtype=torch.float64))
@@ -72,7 +72,7 @@ class Means:
         self._done[bucket.index] = True
 
     def _total(self, value: Float[Tensor, "batch pos unit"]) -> Float[Tensor, "_pos unit"]:
-        """Over the prompts, and over their tokens where one mean is for all."""
+        """Sum over the prompts, and over their tokens where one mean is for all."""
         if self.last_suffices:
             return value[:, -1:].sum(0).cpu()
         return (value.sum((0, 1))[None] if self.mean_over == "all_tokens" else value.sum(0)).cpu()
@@ -94,7 +94,7 @@ class Means:
 
 
 def ablation_values(scores: UnitScores, ablation: str) -> dict[str, Float[Tensor, "*_pos _unit"]]:
-    """What replaces a unit's activation: its mean over training prompts (paper §2.2), or zero.
+    """Activations that replace the units': their means over training prompts (paper §2.2), or zero.
 
     Raises:
         ValueError: neither "mean" nor "zero".
@@ -110,7 +110,7 @@ def ablation_values(scores: UnitScores, ablation: str) -> dict[str, Float[Tensor
 def aligned(means: Float[Tensor, "*pos unit"], length: int) -> Float[Tensor, "_pos unit"]:
     """A mean for the positions of a prompt of this length; (1, unit) where there is one mean for all positions.
 
-    Of a per-position mean these are its last rows; before the longest training prompt's first position, that position's.
+    A per-position mean gives its last rows; before the longest training prompt's first position, that position's.
     """
     if means.ndim == 1:
         return means[None]
@@ -119,7 +119,7 @@ def aligned(means: Float[Tensor, "*pos unit"], length: int) -> Float[Tensor, "_p
 
 
 class Reference:
-    """What replaced units are set to on the prompts of a bucket.
+    """Values of replaced units on the prompts of a bucket.
 
     Args:
         sites: the attached sites.
@@ -131,8 +131,7 @@ class Reference:
     """
 
     def __init__(self, host: Host, sites: Sequence[Site], scores: UnitScores, ablation: str, split: TaskSplit):
-        if ablation not in ABLATIONS:
-            raise ValueError(f"ablation must be one of {ABLATIONS}, got {quoted(ablation)}")
+        one_of("ablation", ablation, ABLATIONS)
         self.host, self.sites, self.positions = host, list(sites), scores.settings["positions"]
         self.fixed = None if ablation == "resample" else ablation_values(scores, ablation)
         if self.fixed is None:
@@ -140,12 +139,9 @@ class Reference:
 
     def __call__(self, bucket: Bucket) -> dict[str, Float[Tensor, "_batch _pos _unit"]]:
         """site -> (batch or 1, pos or 1, unit), to be broadcast over the bucket's prompts and positions."""
-        if self.fixed is None:
-            return self._resampled(bucket)
-        return {site: aligned(value, bucket.tokens.shape[1])[None] for site, value in self.fixed.items()}
-
-    def _resampled(self, bucket: Bucket) -> dict[str, Tensor]:
-        """z on each row's corrupt prompt, under the unpruned replacement; prompts of one length are run together."""
+        if self.fixed is not None:
+            return {site: aligned(value, bucket.tokens.shape[1])[None] for site, value in self.fixed.items()}
+        # z on each row's corrupt prompt, under the unpruned replacement; prompts of one length are run together.
         by_length: dict[int, tuple[list[int], list[Tensor]]] = {}
         for row, tokens in enumerate(bucket.corrupt):
             assert tokens is not None  # checked for the whole split
@@ -161,6 +157,7 @@ class Reference:
 
 
 def _require_corrupt(split: TaskSplit, positions: str) -> None:
+    """Refuse a split that has no corrupt prompt for some example, or, at all positions, one of another length."""
     corrupt = split.corrupt or (None,) * len(split)
     without = [i for i, tokens in enumerate(corrupt) if tokens is None]
     if without:
@@ -169,16 +166,15 @@ def _require_corrupt(split: TaskSplit, positions: str) -> None:
             f"prompts of {quoted(split.task)} have none, the first is {quoted(split.examples[without[0]].prompt)}. Take "
             "ablation='mean'"
         )
-    if positions == "all":
-        lengths = [0 if tokens is None else len(tokens) for tokens in corrupt]
-        other = [i for i, length in enumerate(lengths) if length != len(split.tokens[i])]
-        if other:
-            i = other[0]
-            raise TaskError(
-                f"ablation='resample' at all positions needs corrupt prompts of the same length; {len(other)} of "
-                f"{len(split)} {split.name} prompts of {quoted(split.task)} differ, the first has {len(split.tokens[i])} "
-                f"tokens and its corrupt one {lengths[i]}. Take positions='scoring' or ablation='mean'"
-            )
+    lengths = [0 if tokens is None else len(tokens) for tokens in corrupt]
+    other = [i for i, length in enumerate(lengths) if positions == "all" and length != len(split.tokens[i])]
+    if other:
+        i = other[0]
+        raise TaskError(
+            f"ablation='resample' at all positions needs corrupt prompts of the same length; {len(other)} of "
+            f"{len(split)} {split.name} prompts of {quoted(split.task)} differ, the first has {len(split.tokens[i])} "
+            f"tokens and its corrupt one {lengths[i]}. Take positions='scoring' or ablation='mean'"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- replacing
@@ -193,8 +189,7 @@ def replaced_masks(scores: UnitScores, units: Any, mode: str) -> dict[str, Bool[
     Raises:
         ValueError: a unit that these scores do not cover, or an unknown mode.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {MODES}, got {quoted(mode)}")
+    one_of("mode", mode, MODES)
     members = {site: torch.zeros(len(s), dtype=torch.bool) for site, s in scores.scores.items()}
     for site, index in read_units(units, members):
         if site not in members or not 0 <= index < len(members[site]):

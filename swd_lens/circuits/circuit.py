@@ -105,22 +105,13 @@ class Circuit(Record):
         """One row per unit: site, unit, head and its share (where a site has heads), rank among all units (from 1), score,
         mean z, active edges, bits (where they are known).
         """
-        ranks = self.scores.ranks()
         means = {site: mean if mean.ndim == 1 else mean[-1] for site, mean in self.scores.means.items()}
-        return pd.DataFrame(
-            {
-                "site": [site for site, _ in self.units],
-                "unit": [unit for _, unit in self.units],
-                **self.scores.head_columns(self.units),
-                "rank": [int(ranks[site][unit]) for site, unit in self.units],
-                "score": [float(self.scores.scores[site][unit]) for site, unit in self.units],
-                "mean z": [float(means[site][unit]) for site, unit in self.units],
-                "edges": [int(self.edges[site][unit]) for site, unit in self.units],
-                **({"bits": [float(self.bits[site][unit]) for site, unit in self.units]} if self.bits else {}),
-            }
-        )
-
-    frame = table  # its former name
+        columns: dict[str, list[Any]] = {"site": [site for site, _ in self.units], "unit": [i for _, i in self.units]}
+        columns |= self.scores.head_columns(self.units)
+        known = {"rank": self.scores.ranks(), "score": self.scores.scores, "mean z": means, "edges": self.edges}
+        for name, of in (known | ({"bits": self.bits} if self.bits else {})).items():
+            columns[name] = [of[site][unit].item() for site, unit in self.units]
+        return pd.DataFrame(columns)
 
     def overlap(self, other: "Circuit") -> dict[str, float]:
         """How much two circuits of the same factors share: shared units, |A and B| / |A or B| in units and in edges, and the
@@ -153,23 +144,17 @@ class Circuit(Record):
         """
         self._require_same_factors(other)
         ranks, other_ranks = self.scores.ranks(), other.scores.ranks()
-        own, others = set(self.units), set(other.units)
-        rows = [
-            {
-                "unit": f"{site}/{unit}",
-                "in": "both" if (site, unit) in own & others else "this" if (site, unit) in own else "other",
-                "rank": int(ranks[site][unit]),
-                "other rank": int(other_ranks[site][unit]),
-                "score": float(self.scores.scores[site][unit]),
-                "other score": float(other.scores.scores[site][unit]),
-                "edges": int(self.edges[site][unit]),
-            }
-            for site, unit in own | others
+        own, others, columns = set(self.units), set(other.units), {}
+        groups = {"both": (own & others, ranks), "this": (own - others, ranks), "other": (others - own, other_ranks)}
+        listed = [
+            (name, *unit) for name, (of, by) in groups.items() for unit in sorted(of, key=lambda u: by[u[0]][u[1]])
         ]
-        order = {"both": 0, "this": 1, "other": 2}
-        rows.sort(key=lambda row: (order[row["in"]], row["other rank" if row["in"] == "other" else "rank"]))
-        columns = ["unit", "in", "rank", "other rank", "score", "other score", "edges"]
-        return pd.DataFrame(rows, columns=columns)
+        columns["unit"] = [f"{site}/{unit}" for _, site, unit in listed]
+        columns["in"] = [name for name, _, _ in listed]
+        known = {"rank": ranks, "other rank": other_ranks, "score": self.scores.scores}
+        for name, of in (known | {"other score": other.scores.scores, "edges": self.edges}).items():
+            columns[name] = [of[site][unit].item() for _, site, unit in listed]
+        return pd.DataFrame(columns)
 
     def __and__(self, other: "Circuit") -> "Circuit":
         """The units of both, in this circuit's order, with this one's scores and reference activations."""
@@ -278,7 +263,7 @@ class Circuit(Record):
             )
         with readable(path, _WHAT):  # files without a hash may hold anything
             parts = [{s: tensors[f"{part}/{s}"] for s in about["sites"]} for part in ("scores", "means", "edges")]
-            heads = {s: [(str(n), float(share)) for n, share in of] for s, of in about.get("heads", {}).items()}
+            heads = {s: [(str(n), float(share)) for n, share in of] for s, of in about["heads"].items()}
             scores = UnitScores(parts[0], parts[1], dict(about["settings"]), heads)
             units = tuple((str(site), int(unit)) for site, unit in about["units"])
             known = any(name.startswith("bits/") for name in tensors)

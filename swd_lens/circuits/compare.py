@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from swd_lens.base.checks import one_of
 from swd_lens.base.errors import legible, quoted
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.attribution import attribute
@@ -50,7 +51,7 @@ def compare(
     """Run the circuit protocol for several replacements (paper §3.2): same prompts, same scores, same prefixes.
 
     Args:
-        model: the host, with these sites not attached. (Methods first and the model second, the former order, goes on working.)
+        model: the host, with these sites not attached.
         methods: name -> factors (see `swd_lens.attach`), or a callable without arguments that makes them, or a list of
             either: seeds of one method, drawn as mean and band. Every callable is called once.
         tasks: one or several, tokenized for this host.
@@ -74,41 +75,29 @@ def compare(
             curve, or no positions or ablation.
         AttachError: see `swd_lens.attach`.
     """
-    if isinstance(model, Mapping) and not isinstance(methods, Mapping):
-        model, methods = methods, model
     tasks = check_tasks(tasks)
     check_options(attribution, evaluation)
     sources, _ = sources_of(methods)
-    measured = dict(fidelities or {})
+    measured, given_roles = dict(fidelities or {}), dict(roles or {})
     if unknown := [name for name in measured if name not in sources]:
-        names = ", ".join(map(repr, sources))
-        raise ValueError(
-            f"fidelities are of {legible(', '.join(map(repr, unknown)))}, but the curves are called {legible(names)}"
-        )
+        unknown, names = (legible(", ".join(map(repr, of))) for of in (unknown, sources))
+        raise ValueError(f"fidelities are of {unknown}, but the curves are called {names}")
     reference = next(iter(methods)) if reference is None else reference
-    if reference not in methods:
-        raise ValueError(
-            f"reference {quoted(reference)} is not among the methods: {legible(', '.join(map(repr, methods)))}"
-        )
-    positions = several((attribution or {}).get("positions", positions), "positions")
-    ablation = several((evaluation or {}).get("ablation", ablation), "ablation")
+    one_of("reference", reference, methods)
+    for method, role in given_roles.items():
+        one_of("methods of roles=", method, methods)
+        one_of(f"roles= of {quoted(method)}", role, ROLES)
     protocol = Protocol(
         model,
         tasks,
         tokens,
-        positions=positions,
-        ablations=ablation,
+        positions=several((attribution or {}).get("positions", positions), "positions"),
+        ablations=several((evaluation or {}).get("ablation", ablation), "ablation"),
         attribution=attribution or {},
         evaluation=evaluation or {},
         progress=progress,
     )
-    for method, role in (roles or {}).items():
-        if method not in methods or role not in ROLES:
-            raise ValueError(
-                f"roles= gives {quoted(method)} the role {quoted(role)}: methods are {legible(', '.join(methods))}, roles "
-                f"one of {ROLES}"
-            )
-    known = {method: role_of(given) for method, given in methods.items()} | dict(roles or {})
+    known = {method: role_of(given) for method, given in methods.items()} | given_roles
     how = {"reference": reference, "measured": measured, "tolerance": tolerance, "roles": known}
     return comparison_over_hosts(protocol, methods, hosts or {}, **how)
 

@@ -10,7 +10,7 @@
 compare.py runs what is in it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,11 +18,12 @@ import pandas as pd
 
 from swd_lens.base.errors import legible
 from swd_lens.base.record import Record
-from swd_lens.circuits.curve import CostCurve, SeedCosts, over_seeds
+from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.circuits.measure import RECOVERED, Threshold
 from swd_lens.circuits.plots import plot_curves, plot_frontiers
 from swd_lens.circuits.scores import UnitScores
+from swd_lens.circuits.seeds import over_seeds
 
 TOLERANCE = 0.001  # nats (paper §protocol)
 ROLES = ("swd", "control", "paper", "trained")
@@ -47,17 +48,6 @@ def priced(curve: CostCurve, threshold: Threshold, cost: str) -> int | None:
     return None if row is None else int(row[cost])
 
 
-def admissible(curves: Sequence[CostCurve]) -> dict[str, SeedCosts]:
-    """Column -> costs of the curves' smallest admissible prefixes; no column where no random sets were drawn."""
-    if not any(curve.settings.get("random_sets") for curve in curves):
-        return {}
-    rows = [curve.smallest_admissible() for curve in curves]
-    return {
-        f"{cost} of the smallest admissible": over_seeds([None if row is None else int(row[cost]) for row in rows])
-        for cost in _COSTS
-    }
-
-
 @dataclass(frozen=True)
 class TaskComparison(Record):
     """Curves and scores per replacement, on one task."""
@@ -75,17 +65,11 @@ class TaskComparison(Record):
     ) -> pd.DataFrame:
         """Least cost per replacement at each threshold, see `Comparison.table`; NA: never reached, or nothing is carried."""
         targets = thresholds(recovered, necessity, drop, sufficiency)
-        rows = [
-            {"task": self.task, "method": name, "margin": curve.q_full, "carried": curve.carried.logits}
-            | {"carries": curve.carries}
-            | {f"{cost} at {target}": priced(curve, target, cost) for target in targets for cost in _COSTS}
-            | {column: costs.least for column, costs in admissible([curve]).items()}
-            for name, curve in self.curves.items()
-        ]
-        return typed(pd.DataFrame(rows), whole={column for row in rows for column in row if column.startswith(_COSTS)})
+        table = Comparison({self.task: self})._table(targets, spread=False)
+        return table.drop(columns=[*_DIFFERENCES, "out by", "matched"])
 
     def plot(self, cost: str = "edges"):
-        """What circuits of every replacement recover, and their drop, against cost; a matplotlib Figure."""
+        """Draw what circuits of every replacement recover, and their drop, against cost; a matplotlib Figure."""
         return plot_curves(self.curves, cost=cost)
 
 
@@ -165,7 +149,7 @@ class Comparison(Mapping[str, TaskComparison], Record):
         )
 
     def without(self, methods: Iterable[str]) -> "Comparison":
-        """The same without some methods."""
+        """This comparison without some methods."""
         left_out = {name for method in methods for name in self.methods.get(method, ())}
 
         def kept(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,19 +239,12 @@ class Comparison(Mapping[str, TaskComparison], Record):
         references = self.methods.get(self.reference, ())
         if not references or not {name, *references} <= set(self.fidelities):
             return None, None
-        known = {
-            each: self.fidelities[each].ce if of == "CE" else self.fidelities[each].kl for each in (name, *references)
-        }
+        of_curve = self.fidelities
+        known = {each: of_curve[each].ce if of == "CE" else of_curve[each].kl for each in (name, *references)}
         difference = known[name] - sum(known[each] for each in references) / len(references)
         if name in references:
             return difference, None
         return difference, self.fidelities[name].difference_se(*(self.fidelities[n] for n in references), of=of)
-
-    def _matching_columns(self, method: str) -> dict[str, Any]:
-        out, columns = self.out_by(method), {}
-        for of in ("CE", "KL"):
-            columns[f"{of} difference"], columns[f"{of} difference se"] = self._difference(method, of)
-        return columns | {"out by": None if out is None else ", ".join(out), "matched": self.matched(method)}
 
     # ------------------------------------------------------------------------------------------ tables
 
@@ -280,8 +257,6 @@ class Comparison(Mapping[str, TaskComparison], Record):
                 head = pd.DataFrame({"task": task, "method": method, "seed": seed}, index=rows.index)
                 parts.append(pd.concat([head.astype({"seed": "Int64"}), rows], axis=1))
         return pd.concat(parts, ignore_index=True)
-
-    frame = prefixes  # its former name
 
     def table(
         self,
@@ -323,10 +298,8 @@ class Comparison(Mapping[str, TaskComparison], Record):
                 row["carries"] = all(curve.carries for curve in curves)
                 for target in targets:
                     for cost in _COSTS:
-                        column, costs = (
-                            f"{cost} at {target}",
-                            over_seeds([priced(curve, target, cost) for curve in curves]),
-                        )
+                        column = f"{cost} at {target}"
+                        costs = over_seeds([priced(curve, target, cost) for curve in curves])
                         row[column] = costs.mean
                         types["real" if self.groups else "whole"].add(column)
                         if spread:
@@ -334,10 +307,17 @@ class Comparison(Mapping[str, TaskComparison], Record):
                             row[f"reached {target}"] = costs.reached  # the same for units and edges
                             types["real"].add(f"{column} sd")
                             types["whole"] |= {f"{column} min", f"reached {target}"}
-                for column, costs in admissible(curves).items():
-                    row[column] = costs.mean
-                    types["real" if self.groups else "whole"].add(column)
-                rows.append(row | self._matching_columns(method))
+                if any(curve.settings.get("random_sets") for curve in curves):
+                    best = [curve.smallest_admissible() for curve in curves]
+                    for cost in _COSTS:
+                        column = f"{cost} of the smallest admissible"
+                        row[column] = over_seeds([None if each is None else int(each[cost]) for each in best]).mean
+                        types["real" if self.groups else "whole"].add(column)
+                for of in ("CE", "KL"):
+                    row[f"{of} difference"], row[f"{of} difference se"] = self._difference(method, of)
+                out = self.out_by(method)
+                row |= {"out by": None if out is None else ", ".join(out), "matched": self.matched(method)}
+                rows.append(row)
         return typed(pd.DataFrame(rows), **types)
 
     def fidelity(self) -> pd.DataFrame:

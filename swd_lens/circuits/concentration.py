@@ -4,7 +4,7 @@ Where the units of a site spread every effect over many of them, each task's cir
 
 1. Predictions (`text_predictions`): contexts of one length are drawn from a text; the answer is the token that follows, the
    distractor the dense host's likeliest other one. Where the host begins with BOS, so does every context, as every prompt does.
-2. Every unit's contribution to every margin, z dg/dz at the last position, as circuits are scored (attribution.py).
+2. Every unit's contribution to every margin, z dg/dz at the last position, as circuits are scored (contributions.py).
 3. Of each prediction: units by descending contribution, and the edges of the first ones that together have `share` of what all
    positive contributions add up to.
 4. The geometric mean over predictions, with the standard error of its logarithm.
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.record import Record
 from swd_lens.base.shares import fewest_with
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.ablation import Means
-from swd_lens.circuits.attribution import TrainingPass, first_order
+from swd_lens.circuits.contributions import TrainingPass, first_order
 from swd_lens.circuits.fast_forward import find_fast_forward
 from swd_lens.hosts import host_of, require_gradients, require_no_dropout
 from swd_lens.tasks.counting import excluded
@@ -92,7 +92,7 @@ def concentration(
         AttachError, UnsupportedHostError: see `swd_lens.attribute`.
     """
     if not 0 < share < 1:
-        raise ValueError(f"share={share} is no part of a whole; give a number between 0 and 1, such as 0.5")
+        raise ValueError(f"share must be in (0, 1), such as 0.5, got {share}")
     require_no_dropout(model)
     require_gradients(model)
     split, about = text_predictions(model, tokens, n_predictions, context, seed, exclude)
@@ -136,31 +136,20 @@ def text_predictions(
         windows = windows[that_count]
     windows = torch.cat([torch.tensor(start, dtype=torch.int64).expand(len(windows), -1), windows], 1)
     drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))]
-    chosen = torch.tensor(_different(drawn)[:n])
+    different: dict[tuple[int, ...], list[int]] = {}  # of equal contexts the first
+    for window in drawn.tolist():
+        different.setdefault(tuple(window[:-1]), window)
+    chosen = torch.tensor(list(different.values())[:n])
     if len(chosen) < 2:
         raise ValueError(
             f"the text has {len(chosen)} different contexts, and a mean needs two; give more tokens, or a shorter context"
         )
     prompts, answers = chosen[:, :-1], chosen[:, -1]
-    others = [_likeliest_other(model, *part) for part in zip(prompts.split(_BATCH), answers.split(_BATCH), strict=True)]
-    right, wrong = ([(token,) for token in of.tolist()] for of in (answers, torch.cat(others)))
-    return split_of_ids("text", "test", model, list(prompts), right, wrong), about
-
-
-def _different(windows: Int[Tensor, "window pos"]) -> list[list[int]]:
-    """The windows of different contexts, in their order; of equal contexts the first."""
-    first: dict[tuple[int, ...], list[int]] = {}
-    for window in windows.tolist():
-        first.setdefault(tuple(window[:-1]), window)
-    return list(first.values())
-
-
-def _likeliest_other(
-    model: Any, prompts: Int[Tensor, "batch pos"], answers: Int[Tensor, " batch"]
-) -> Int[Tensor, " batch"]:
     with torch.no_grad():
-        logits = host_of(model).last_logits(prompts).float().cpu()
-    return logits.scatter(1, answers[:, None], float("-inf")).argmax(1)
+        logits = torch.cat([host_of(model).last_logits(part).float().cpu() for part in prompts.split(_BATCH)])
+    others = logits.scatter(1, answers[:, None], float("-inf")).argmax(1)
+    right, wrong = ([(token,) for token in of.tolist()] for of in (answers, others))
+    return split_of_ids("text", "test", model, list(prompts), right, wrong), about
 
 
 def _costs(model: Any, factors: Any, split: TaskSplit, share: float) -> Float[Tensor, "prediction 2"]:
@@ -170,10 +159,10 @@ def _costs(model: Any, factors: Any, split: TaskSplit, share: float) -> Float[Te
         units, sites = attachment.factors, attachment.sites
         fast_forward = find_fast_forward(host, sites, units, split, "scoring", known=False, dense=None)
         means = Means(host, sites, split, "scoring", "scoring", _BATCH)
-        contributions = first_order(TrainingPass(host, units, fast_forward, means, steps=1))
+        training = TrainingPass(host, units, fast_forward, means, steps=1)
         edges = torch.cat([units[site.name].edges_per_unit.cpu() for site in sites])
         for bucket in split.buckets(_BATCH):
-            of_site = contributions(bucket)
+            of_site = first_order(training, bucket)
             positive = torch.cat([of_site[site.name] for site in sites], 1).clamp(min=0)
             costs.append(fewest_with(share, positive, edges).double())
     return torch.cat(costs)

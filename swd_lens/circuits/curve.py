@@ -7,15 +7,11 @@
 3. `cost_at` gives the least cost at a threshold, `row_at` all that is known of that prefix, `circuit_at` the circuit itself,
    `smallest_admissible` the first prefix that beats random sets of its edges, `cost_interval` how sure the cost is.
 4. `min_cost` gives the whole curve of least costs on the test prompts (the paper's figures), `mib` the circuit track's areas.
-5. Seeds of one method (paper, app. exact-dense-controls): `mean_min_cost` and `over_seeds` take, per threshold, every seed's
-   least cost; mean and standard deviation (of a sample, n - 1) are over the seeds that reach it, the others are counted
-   (method.md §4.1).
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from statistics import fmean, stdev
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,20 +20,21 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from swd_lens.base.checks import bounded, one_of
 from swd_lens.base.errors import NotCarriedWarning, callers_level, legible, quoted
 from swd_lens.base.record import Record
 from swd_lens.circuits.circuit import Circuit
-from swd_lens.circuits.measure import LEVEL, VALUES, Carried, Margins, Threshold, crossing_interval, surface_name
+from swd_lens.circuits.measure import COSTS, LEVEL, VALUES, Carried, Margins, Threshold, crossing_interval, surface_name
+from swd_lens.circuits.plots import plot_curves
 from swd_lens.circuits.scores import UnitScores
 
-COSTS = ("edges", "units")
 # Of all units or edges; the fractions that the Mechanistic Interpretability Benchmark's circuit track evaluates.
 MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 @dataclass(frozen=True, repr=False)
 class CostCurve(Record):
-    """What nested prefixes of a ranking cost and do, on one task.
+    """Costs and effects of nested prefixes of a ranking, on one task.
 
     Attributes:
         rows: one row per prefix on the test prompts, the empty one first and that of all units last: "units", "edges", "bits"
@@ -84,7 +81,7 @@ class CostCurve(Record):
 
     @property
     def carried(self) -> Carried:
-        """What these units do for the task: q_full - q_empty with its standard error."""
+        """The units' part in the task: q_full - q_empty with its standard error."""
         return Carried(self.q_full - self.q_empty, self.carried_se, self.q_dense)
 
     @property
@@ -98,7 +95,7 @@ class CostCurve(Record):
         return surface_name(self.settings.get("units", {}))
 
     def in_words(self, **threshold: float | int) -> str:
-        """What the surface carries of the task, and how small a circuit recovers most of it: a sentence; a second one of the
+        """One sentence on what the surface carries of the task, and how small a circuit recovers most of it; a second one on the
         smallest admissible prefix, where random sets were drawn.
 
         Args:
@@ -125,6 +122,10 @@ class CostCurve(Record):
             f"{reference} {self.q_empty:.2f} (a difference of {c.logits:+.2f} ± {c.se:.2f} logits; the model has "
             f"{c.q_dense:.2f})."
         )
+
+    def _warn_not_carried(self) -> None:
+        no_cost = "No circuit of these units has a cost: there is nothing of which it could recover a part"
+        warnings.warn(NotCarriedWarning(f"{self._does_not_carry()} {no_cost}"), stacklevel=callers_level())
 
     # ------------------------------------------------------------------------------------------ one prefix
 
@@ -172,15 +173,9 @@ class CostCurve(Record):
             threshold, cost: see `cost_at`, which has the errors and the warning, too.
         """
         asked = Threshold.given(**threshold)
-        _check_cost(cost)
+        one_of("cost", cost, COSTS)
         if not self.carries:
-            warnings.warn(
-                NotCarriedWarning(
-                    f"{self._does_not_carry()} No circuit of these units has a cost: there is nothing of which it could "
-                    "recover a part"
-                ),
-                stacklevel=callers_level(),
-            )
+            self._warn_not_carried()
             return None
         return self.row_of(asked, cost)
 
@@ -203,16 +198,13 @@ class CostCurve(Record):
         Raises:
             ValueError: see `cost_at`; no prefix reaches the threshold, or these units do not carry the task.
         """
-        asked = Threshold.given(**threshold)
-        _check_cost(cost)
+        asked, chosen = Threshold.given(**threshold), self.validation if len(self.validation) else self.rows
+        one_of("cost", cost, COSTS)
         if not self.carries:
-            raise ValueError(
-                f"{legible(self._does_not_carry())} No circuit of these units can be chosen: there is nothing of which it "
-                "could recover a part"
-            )
+            nothing = "there is nothing of which it could recover a part"
+            raise ValueError(f"{legible(self._does_not_carry())} No circuit of these units can be chosen: {nothing}")
         row = self.row_of(asked, cost)
         if row is None:
-            chosen = self.validation if len(self.validation) else self.rows
             of = "drop" if asked.of == "necessity" else asked.of
             raise ValueError(
                 f"no prefix of {quoted(self.task)} reaches {asked.value} on the {self.chosen_on} prompts; the highest "
@@ -227,10 +219,9 @@ class CostCurve(Record):
         Raises:
             ValueError: not in 0 .. number of units, or a curve made without its scores.
         """
-        self._require("scores", self.scores)
-        assert self.scores is not None
-        if not 0 <= n_units <= self.scores.n_units:
-            raise ValueError(f"n_units must lie in 0 .. {self.scores.n_units}, got {n_units}")
+        if self.scores is None:
+            raise ValueError("this curve carries no scores (it was made by hand, not by evaluate)")
+        bounded("n_units", n_units, 0, self.scores.n_units)
         units = tuple(self.scores.ranking()[:n_units])
         return Circuit(units, self.scores, self.edges, {"kind": "prefix", **self.settings, **provenance}, self.bits)
 
@@ -263,22 +254,17 @@ class CostCurve(Record):
             NotCarriedWarning: see `cost_at`.
         """
         asked = Threshold.given(**threshold)
-        _check_cost(cost)
+        one_of("cost", cost, COSTS)
         if not 0 < level < 1:
-            raise ValueError(f"level must lie in (0, 1), got {level}; 0.95 is a 95 % interval")
-        self._require("margins", self.margins)
+            raise ValueError(f"level must be in (0, 1), got {level}; 0.95 is a 95 % interval")
+        if not self.margins:
+            raise ValueError("this curve carries no margins (it was made by hand, not by evaluate)")
         if self.margins["full"].numel() < 2:
             raise ValueError(
                 f"{quoted(self.task)} was measured on a single prompt: an interval over prompts needs two at least"
             )
         if not self.carries:
-            warnings.warn(
-                NotCarriedWarning(
-                    f"{self._does_not_carry()} No circuit of these units has a cost: there is nothing of which it could "
-                    "recover a part"
-                ),
-                stacklevel=callers_level(),
-            )
+            self._warn_not_carried()
             return None, None
         keep, ablate, full = (self.margins[name].double() for name in ("keep", "ablate", "full"))
         margins = Margins(keep, ablate, full, keep[0], self.margins["dense"].double())
@@ -297,10 +283,6 @@ class CostCurve(Record):
         shown = [name for name in self.rows if not name.endswith((" low", " high")) and not name.startswith("q ")]
         return self.in_words(), self.plot(), pd.DataFrame(self.rows, columns=shown)
 
-    def _require(self, what: str, value: Any) -> None:
-        if not value:
-            raise ValueError(f"this curve carries no {what} (it was made by hand, not by evaluate)")
-
     # ------------------------------------------------------------------------------------------ the whole curve
 
     def mib(self, cost: str = "units") -> dict[str, float]:
@@ -312,13 +294,18 @@ class CostCurve(Record):
         Raises:
             ValueError: an unknown cost, or a grid without the prefixes: evaluate with grid="mib".
         """
-        _check_cost(cost)
+        one_of("cost", cost, COSTS)
         rows = self.rows.sort_values(by="units")
         total = int(rows[cost].iloc[-1])
         if self.settings.get("grid") != "mib":
             raise ValueError('mib() needs the prefixes of its fractions: evaluate(..., grid="mib")')
         f = [float(rows.loc[rows[cost] <= part * total, "recovered"].to_numpy()[-1]) for part in MIB_FRACTIONS]
-        return {"CPR": _area(f), "CMD": _area([abs(1.0 - value) for value in f])}
+        fractions = torch.tensor(MIB_FRACTIONS, dtype=torch.float64)
+
+        def area(values: list[float]) -> float:
+            return float(torch.trapezoid(torch.tensor(values, dtype=torch.float64), fractions))
+
+        return {"CPR": area(f), "CMD": area([abs(1.0 - value) for value in f])}
 
     def min_cost(self, of: str = "recovered", cost: str = "edges") -> pd.DataFrame:
         """The least cost of reaching each value that some prefix reaches on the test prompts: columns `of` and `cost`, both
@@ -331,18 +318,15 @@ class CostCurve(Record):
         Raises:
             ValueError: an unknown value or cost.
         """
-        _check_cost(cost)
-        if of not in VALUES:
-            raise ValueError(f"of must be one of {VALUES}, got {quoted(of)}")
+        one_of("cost", cost, COSTS)
+        one_of("of", of, VALUES)
         best = self.rows.loc[:, [of, cost]].dropna().sort_values(by=[of, cost], ascending=[False, True])
         # From the highest value down: a prefix counts where none that reaches as much costs less.
         best = best[best[cost] < best[cost].cummin().shift(fill_value=best[cost].max() + 1)]
         return best.iloc[::-1].reset_index(drop=True)
 
     def plot(self, cost: str = "edges"):
-        """What prefixes recover, and the drop, against cost; a matplotlib Figure."""
-        from swd_lens.circuits.plots import plot_curves
-
+        """Draw what prefixes recover, and their drop, against cost; a matplotlib Figure."""
         return plot_curves({"": self}, cost=cost)
 
     @classmethod
@@ -355,61 +339,3 @@ class CostCurve(Record):
 
 def _size(row: Mapping[str, Any]) -> str:
     return f"{int(row['units']):,} units with {int(row['edges']):,} active edges"
-
-
-def _check_cost(cost: str) -> None:
-    if cost not in COSTS:
-        raise ValueError(f"cost must be one of {COSTS}, got {quoted(cost)}")
-
-
-def _area(values: list[float]) -> float:
-    """Trapezoids over MIB_FRACTIONS."""
-    x = torch.tensor(MIB_FRACTIONS, dtype=torch.float64)
-    return float(torch.trapezoid(torch.tensor(values, dtype=torch.float64), x))
-
-
-# ---------------------------------------------------------------------------------------------- seeds of one method
-
-
-def mean_min_cost(curves: Sequence[CostCurve], of: str = "recovered", cost: str = "edges") -> pd.DataFrame:
-    """The least cost of reaching each value that some seed's prefix reaches, over the seeds.
-
-    Args:
-        curves: one per seed, of one task.
-        of, cost: as for `CostCurve.min_cost`.
-
-    Returns: columns `of` (ascending), mean, sd, reached (seeds that reach it).
-    """
-    least = [curve.min_cost(of, cost) for curve in curves]
-    values = np.unique(np.concatenate([table[of].to_numpy(dtype=float) for table in least]))
-    costs = pd.DataFrame({seed: _at(table, values, of, cost) for seed, table in enumerate(least)})
-    spread = {"mean": costs.mean(axis=1), "sd": costs.std(axis=1), "reached": costs.notna().sum(axis=1)}
-    return pd.DataFrame({of: values, **spread})
-
-
-def _at(table: pd.DataFrame, values: np.ndarray, of: str, cost: str) -> np.ndarray:
-    """The cost at each value: that of the first row (the cheapest) that reaches it, NaN where none does."""
-    costs = np.append(table[cost].to_numpy(dtype=float), np.nan)
-    return costs[np.searchsorted(table[of].to_numpy(dtype=float), values, side="left")]
-
-
-@dataclass(frozen=True)
-class SeedCosts:
-    """What several seeds' circuits cost at one threshold; None where no seed reaches it (sd: where fewer than two do).
-
-    Attributes:
-        reached: seeds that reach it.
-    """
-
-    mean: float | None
-    sd: float | None
-    least: int | None
-    reached: int
-
-
-def over_seeds(costs: Sequence[int | None]) -> SeedCosts:
-    """Mean, standard deviation and least cost over the seeds that reach a threshold (those with a cost)."""
-    reached = [cost for cost in costs if cost is not None]
-    if not reached:
-        return SeedCosts(None, None, None, 0)
-    return SeedCosts(fmean(reached), stdev(reached) if len(reached) > 1 else None, min(reached), len(reached))

@@ -1,4 +1,4 @@
-"""What the circuit protocol keeps, so that nothing is run twice.
+"""Caches of the circuit protocol, so that nothing is run twice.
 
 1. On disk, where a call has a folder: scores and curves as its finished parts (base/step_cache.py). Tensors keep their dtype and
    bits; of a curve, rows and settings are JSON, which keeps every digit of a float.
@@ -30,7 +30,7 @@ _SCORES, _MEANS, _EDGES, _BITS, _MARGINS = "scores", "means", "edges", "bits", "
 def kept_scores(
     parts: StepCache, key: Key, make: Callable[[], UnitScores], units: Mapping[str, Any] | None = None
 ) -> UnitScores:
-    """The scores of a part: made now, or finished earlier.
+    """Scores of a part, made now or finished earlier.
 
     Raises:
         ResumeError: the part is damaged, or of other factors than these units are now.
@@ -45,8 +45,8 @@ def kept_scores(
         return tensors, {"sites": list(scores.scores), "settings": dict(scores.settings), "heads": heads}
 
     def read(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> UnitScores:
-        values = checked("UnitScores", values, {"sites": list[str], "settings": Mapping[str, Any]})
-        heads = checked("UnitScores", values, {"heads": Mapping[str, list[tuple[str, float]]]}, optional=True)
+        kinds = {"sites": list[str], "settings": Mapping[str, Any], "heads": Mapping[str, list[tuple[str, float]]]}
+        values = checked("UnitScores", values, kinds)
         settings = {"units": Mapping[str, int], "factors": Mapping[str, str]}
         n_units = checked("UnitScores", values["settings"], settings)["units"]
         require_equal("UnitScores", "sites", sorted(values["sites"]), sorted(n_units))
@@ -56,13 +56,13 @@ def kept_scores(
         by_site = {what: {site: tensors[f"{what}/{site}"] for site in values["sites"]} for what in (_SCORES, _MEANS)}
         if units is not None:
             require_made_for(units, values["settings"], "the ranking there")
-        return UnitScores(by_site[_SCORES], by_site[_MEANS], values["settings"], heads.get("heads", {}))
+        return UnitScores(by_site[_SCORES], by_site[_MEANS], values["settings"], values["heads"])
 
     return parts.tensors(key, part, read)
 
 
 def kept_curve(parts: StepCache, key: Key, scores: UnitScores, make: Callable[[], CostCurve]) -> CostCurve:
-    """The curve of a part, which was made with these scores."""
+    """Curve of a part, made now or finished earlier, with these scores."""
     if parts.folder is None:
         return make()
 
@@ -87,7 +87,7 @@ def kept_curve(parts: StepCache, key: Key, scores: UnitScores, make: Callable[[]
 
 
 def _require_tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[Any, ...], floating: bool = True) -> None:
-    """A tensor of the last axes that `shape` says, of at most one more where it begins with `...`."""
+    """Require a tensor of this shape; where it begins with `...`, one more axis may stand before."""
     tensor, may_have_more = tensors[name], shape[0] is ...
     last_axes = shape[1:] if may_have_more else shape
     n_more = tensor.ndim - len(last_axes)
@@ -105,19 +105,18 @@ T = TypeVar("T")
 
 
 class DenseCache:
-    """See the module. One object for one host; hooks and weights before the replaced blocks must not change meanwhile."""
+    """Results of the dense host on prompts, kept for further replacements (point 2 above).
+
+    One object for one host; hooks and weights before the replaced blocks must not change meanwhile.
+    """
 
     def __init__(self, n_bytes: int = _KEPT_BYTES):
         self._room = n_bytes
         self._kept: dict[Any, Any] = {}
         self._of_splits: dict[Any, tuple[TaskSplit, Any]] = {}
 
-    def outcome(self, split: TaskSplit, batch_size: int, run: Callable[[], Any]) -> Any:
-        """What the dense host gives on a split: run now, or kept."""
-        return self.of_split(split, ("outcome", batch_size), run)
-
     def of_split(self, split: TaskSplit, key: Hashable, find: Callable[[], T]) -> T:
-        """Something that holds for a split: found now, or kept."""
+        """Find something that holds for a split, once; later calls get what was found."""
         key = (id(split), key)  # the split is kept beside it, so that no other one gets its id
         if key not in self._of_splits:
             self._of_splits[key] = split, find()
@@ -125,31 +124,24 @@ class DenseCache:
 
     def begun(self, host: Host, tokens: Int[Tensor, "batch pos"], layer: int) -> Begun | None:
         """`Host.begin` on these prompts; whatever is attached from the layer on may stay."""
-        key = ("begun", *_key(tokens, layer))
-        if key not in self._kept:
-            begun = host.begin(tokens, layer)
-            if begun is None:
-                return None
-            self._keep(key, begun, begun.earlier.nbytes + begun.last.nbytes)
-            return begun
-        return self._kept[key]
+        return self._made(
+            ("begun", layer), tokens, lambda: host.begin(tokens, layer), lambda of: of.earlier.nbytes + of.last.nbytes
+        )
 
     def residual(self, host: Host, tokens: Int[Tensor, "batch pos"], layer: int) -> Float[Tensor, "batch pos d_model"]:
-        """What enters a block at every position."""
-        key = ("residual", *_key(tokens, layer))
-        if key not in self._kept:
-            with torch.no_grad():
-                residual = host.residual(tokens, layer)
-            self._keep(key, residual, residual.nbytes)
-            return residual
-        return self._kept[key]
+        """Residual stream that enters a block, at every position."""
+        with torch.no_grad():
+            return self._made(
+                ("residual", layer), tokens, lambda: host.residual(tokens, layer), lambda residual: residual.nbytes
+            )
 
-    def _keep(self, key: Any, value: Any, n_bytes: int) -> None:
-        if n_bytes <= self._room:
-            self._kept[key] = value
-            self._room -= n_bytes
-
-
-def _key(tokens: Tensor, layer: int) -> tuple[Any, ...]:
-    """By the ids themselves: buckets of prompts are made anew for every pass."""
-    return layer, tuple(tokens.shape), tokens.cpu().numpy().tobytes()
+    def _made(self, key: tuple[Any, ...], tokens: Tensor, make: Callable[[], Any], size: Callable[[Any], int]) -> Any:
+        """Kept, or made now and kept where there is room; by the ids themselves: buckets of prompts are made anew each time."""
+        key = (*key, tuple(tokens.shape), tokens.cpu().numpy().tobytes())
+        if key in self._kept:
+            return self._kept[key]
+        made = make()
+        if made is not None and size(made) <= self._room:
+            self._kept[key] = made
+            self._room -= size(made)
+        return made

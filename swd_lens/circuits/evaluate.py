@@ -1,6 +1,7 @@
 """evaluate: nested top-k prefixes of a ranking, kept and ablated on prompts; what each costs and what it does.
 
-1. The grid of k: 0, 1, 2, 3, 4, 6, 8, 12, ... (powers of two and three times powers of two, 640; method.md §0.5) and all units.
+1. The grid of k: 0, 1, 2, 3, 4, 6, 8, 12, ... (powers of two and three times powers of two, 640; method.md §0.5) and all units
+   (`_Prefixes`).
 2. For every k keep the k best units (the rest get their reference activation) and ablate them (they get it), all in one
    list of interventions (interventions.py).
 3. Of a task both the validation and the test prompts: prefixes are chosen on the first and measured on the second. On the
@@ -12,8 +13,8 @@
 `evaluate_circuits` does the same for circuits of any other making.
 """
 
-import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -21,6 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from swd_lens.base.checks import bounded
 from swd_lens.base.errors import quoted
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.ablation import replaced_masks
@@ -35,7 +37,7 @@ from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.tasks.task import Task, TaskSplit
-from swd_lens.units import attach
+from swd_lens.units import UnitSet, attach
 
 RANDOM_SETS = 50  # beside each prefix, until one is admissible; the paper's code draws as many
 _CHOICE = ["recovered", "recovered of dense", "sufficiency", "drop", "q keep", "q ablate"]  # what a prefix is chosen by
@@ -93,136 +95,173 @@ def evaluate(
         UndefinedSufficiencyWarning: the mean margin with all units is not positive; sufficiency is NaN.
     """
     split = prompts.test if isinstance(prompts, Task) else prompts
-    if random_sets < 0:
-        raise ValueError(f"random_sets must be 0 or more sets beside each prefix, got {random_sets}")
+    bounded("random_sets", random_sets, 0)
     require_no_dropout(model)
-    how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
+    how = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward, "dense": dense}
     with attach(model, factors) as attachment:
-        attachment.factors.require_made_for(scores.settings, "this ranking")
-        edges, provenance = attachment.factors.active_edges, attachment.factors.provenance
-        bench = InterventionRunner(
-            host_of(model), attachment, split, scores, ablation, progress=progress, dense=dense, **how
-        )
-        lengths = _lengths(grid, scores, edges)
-        ranked = torch.tensor([int(edges[site][unit]) for site, unit in scores.ranking()])
-        costs = [0, *ranked.cumsum(0).tolist()]
-        bits = unit_bits_of(attachment.factors)
-        head = pd.DataFrame({"units": lengths, "edges": [costs[k] for k in lengths]})
-        head["bits"] = _bits_of_prefixes(bits, scores, lengths)
-
-        outcome, full = _keep_and_ablate(bench, scores, lengths, kl)
-        of_dense = bench.dense()
-        validation = pd.DataFrame()
+        units, validation = attachment.factors, pd.DataFrame()
+        runner = InterventionRunner(host_of(model), attachment, split, scores, ablation, progress=progress, **how)
+        prefixes = _Prefixes.of(units, scores, grid)
+        judged = _judged(runner, prefixes.lengths, prefixes.left_out, kl=kl)
         if isinstance(prompts, Task):
-            bench = InterventionRunner(
-                host_of(model), attachment, prompts.validation, scores, ablation, dense=dense, **how
-            )
-            validation = _on_validation(bench, scores, head, ranked, random_sets, seed)
-    margins = _margins(outcome, full, of_dense)
-    carried = Carried.of(margins.full, margins.empty, float(of_dense.q))
-    rows = pd.concat([head, measured(margins, carried, split.task), _further(outcome)], axis=1)
-    settings = {
-        **scores.settings,
-        "ablation": ablation,
-        "test_split": split.name,
-        "n_test": len(split),
-        "n_validation": len(prompts.validation) if isinstance(prompts, Task) else 0,
-        "grid": grid if isinstance(grid, str) else "powers" if grid is None else "own",
-        "random_sets": random_sets,
-        "random_sets_seed": seed,
-        "replacement": provenance,
-        **standing_hooks(model),
-    }
-    return CostCurve(
-        rows=rows,
-        task=split.task,
-        q_dense=carried.q_dense,
-        q_full=float(full.q),
-        q_empty=float(margins.empty.mean()),
-        carried_se=carried.se,
-        accuracy_dense=float(of_dense.correct.mean()),
-        accuracy_full=float(full.correct.mean()),
-        settings=settings,
-        validation=validation,
-        scores=scores,
-        edges=edges,
-        bits=bits,
-        margins={"keep": margins.keep, "ablate": margins.ablate, "full": margins.full, "dense": margins.dense},
-    )
+            runner = InterventionRunner(host_of(model), attachment, prompts.validation, scores, ablation, **how)
+            validation = _on_validation(runner, prefixes, random_sets, seed)
+    settings = {**scores.settings, "ablation": ablation, "test_split": split.name, "n_test": len(split)}
+    settings |= {"n_validation": len(prompts.validation) if isinstance(prompts, Task) else 0}
+    settings |= {"grid": grid if isinstance(grid, str) else "powers" if grid is None else "own"}
+    settings |= {"random_sets": random_sets, "random_sets_seed": seed, "replacement": units.provenance}
+    return _curve(judged, prefixes, split.task, settings | standing_hooks(model), validation)
 
 
-def _bits_of_prefixes(
-    bits: Mapping[str, Float[Tensor, " _unit"]], scores: UnitScores, lengths: list[int]
-) -> list[float]:
-    """What it takes to write down each prefix (bits.py)."""
-    ranked = torch.tensor([float(bits[site][unit]) for site, unit in scores.ranking()], dtype=torch.float64)
-    total = torch.cat([torch.zeros(1, dtype=torch.float64), ranked.cumsum(0)])
-    return [float(total[k]) + selection_bits(len(ranked), k) for k in lengths]
+@dataclass(frozen=True)
+class _Prefixes:
+    """The prefixes of a grid, and what they cost.
+
+    Attributes:
+        lengths: of each prefix.
+        ranks: of all units among each other, site -> (unit,), 1 the best.
+        edges, bits: of all units, site -> (unit,).
+        ranked: active edges of each unit, in the order of the ranking.
+        costs: a row per prefix: "units", "edges", "bits".
+    """
+
+    scores: UnitScores
+    ranks: Mapping[str, Int[Tensor, " _unit"]]
+    lengths: list[int]
+    edges: Mapping[str, Int[Tensor, " _unit"]]
+    bits: Mapping[str, Float[Tensor, " _unit"]]
+    ranked: Int[Tensor, " unit"]
+    costs: pd.DataFrame
+
+    @classmethod
+    def of(cls, units: UnitSet, scores: UnitScores, grid: Iterable[Any] | str | None) -> "_Prefixes":
+        """Prefixes of a grid; a ValueError where it is no grid."""
+        edges, bits, ranking = units.active_edges, unit_bits_of(units), scores.ranking()
+        ranked = torch.tensor([int(edges[site][unit]) for site, unit in ranking])
+        lengths = _lengths(grid, ranked)
+        ranked_bits = torch.tensor([float(bits[site][unit]) for site, unit in ranking], dtype=torch.float64)
+        of_edges, of_bits = ([0, *of_units.cumsum(0).tolist()] for of_units in (ranked, ranked_bits))
+        costs = pd.DataFrame({"units": lengths, "edges": [of_edges[k] for k in lengths]})
+        costs["bits"] = [of_bits[k] + selection_bits(len(ranked), k) for k in lengths]
+        return cls(scores, scores.ranks(), lengths, edges, bits, ranked, costs)
+
+    def left_out(self, rows: Int[Tensor, " circuit"]) -> Masks:
+        """Site -> (circuit, unit), True where a unit is not in these prefixes."""
+        lengths = torch.tensor(self.lengths)[rows, None]
+        return {site: ranks[None] > lengths for site, ranks in self.ranks.items()}
 
 
-def _keep_and_ablate(
-    bench: InterventionRunner, scores: UnitScores, lengths: list[int], kl: bool
-) -> tuple[Outcome, Outcome]:
-    """All prefixes kept, then all ablated; and the replacement with all units."""
-    ranks = scores.ranks()
-    thresholds = torch.tensor([*lengths, *lengths])[:, None]
-    keeps = torch.arange(len(thresholds))[:, None] < len(lengths)
-
-    def masks(chunk: slice) -> Masks:
-        k, keep = thresholds[chunk], keeps[chunk]
-        return {site: (rank[None] > k) == keep for site, rank in ranks.items()}
-
-    return bench.run(len(thresholds), masks, kl=kl)
-
-
-def _margins(outcome: Outcome, full: Outcome, dense: Outcome) -> Margins:
-    """Margins of circuits whose first is the empty one: the first half of the runs keep them, the second half ablate them."""
-    half = len(outcome.margins) // 2
-    keep, ablate = outcome.margins[:half], outcome.margins[half:]
-    return Margins(keep, ablate, full.margins[0], keep[0], dense.margins[0])
-
-
-def _further(outcome: Outcome) -> pd.DataFrame:
-    """Columns that are no margins: accuracy, and KL where it was measured."""
-    half = len(outcome.margins) // 2
-    columns = {"accuracy keep": outcome.correct.mean(1)[:half], "accuracy ablate": outcome.correct.mean(1)[half:]}
-    if not bool(outcome.kl.isnan().all()):
-        columns |= {"KL keep": outcome.kl.mean(1)[:half], "KL ablate": outcome.kl.mean(1)[half:]}
-    return pd.DataFrame({name: values.tolist() for name, values in columns.items()})
-
-
-def _on_validation(
-    bench: InterventionRunner,
-    scores: UnitScores,
-    head: pd.DataFrame,
-    ranked: Int[Tensor, " unit"],
-    random_sets: int,
-    seed: int,
-) -> pd.DataFrame:
-    """`CostCurve.validation`: the prefixes on the validation prompts, and the drops of random sets beside them.
+def _lengths(grid: Iterable[Any] | str | None, ranked: Int[Tensor, " unit"]) -> list[int]:
+    """The prefix lengths of a grid, ascending.
 
     Args:
         ranked: active edges of each unit, in the order of the ranking.
+
+    Raises:
+        ValueError: another name than "mib", or a length that is no whole number in 0 .. number of units.
     """
-    outcome, full = _keep_and_ablate(bench, scores, head["units"].tolist(), False)
-    margins = _margins(outcome, full, bench.dense())
+    n_units = len(ranked)
+    if isinstance(grid, str):
+        if grid != "mib":
+            raise ValueError(f'grid must be prefix lengths, None or "mib", got {quoted(grid)}')
+        costs = ranked.cumsum(0)
+        by_edges = [int((costs <= fraction * int(costs[-1])).sum()) for fraction in MIB_FRACTIONS]
+        return sorted({*prefix_grid(n_units), *(int(fraction * n_units) for fraction in MIB_FRACTIONS), *by_edges})
+    given = [] if grid is None else grid.tolist() if isinstance(grid, Tensor) else list(grid)
+    for length in given:
+        bounded("prefix length", length, 0, n_units)
+    return prefix_grid(n_units) if grid is None else sorted({0, n_units, *map(int, given)})
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """Outcomes of circuits, the empty one first, each kept and ablated on the prompts of one split.
+
+    Attributes:
+        further: columns that are no margins: accuracy, and KL where it was measured.
+    """
+
+    margins: Margins
+    full: Outcome
+    dense: Outcome
+    further: pd.DataFrame
+
+    @property
+    def carried(self) -> Carried:
+        return Carried.of(self.margins.full, self.margins.empty, float(self.dense.q))
+
+    def rows(self, task: str) -> pd.DataFrame:
+        """One row per circuit: `CostCurve.rows` without costs."""
+        return pd.concat([measured(self.margins, self.carried, task), self.further], axis=1)
+
+
+def _judged(
+    runner: InterventionRunner, circuits: Sized, left_out: Callable[[Tensor], Masks], kl: bool = False
+) -> _Judged:
+    """Run all circuits kept, then all ablated.
+
+    Args:
+        circuits: in their order, the empty one first; only their number is looked at.
+        left_out: rows of `circuits` -> masks of the units that are replaced when these are kept.
+    """
+    n = len(circuits)
+
+    def masks(chunk: slice) -> Masks:
+        runs = torch.arange(2 * n)[chunk]
+        return {site: mask ^ (runs >= n)[:, None] for site, mask in left_out(runs % n).items()}
+
+    outcome, full = runner.run(2 * n, masks, kl=kl)
+    dense = runner.dense()
+    keep, ablate = outcome.margins.split(n)
+    columns = pd.DataFrame()
+    for name, of_runs in {"accuracy": outcome.correct, **({"KL": outcome.kl} if kl else {})}.items():
+        columns[f"{name} keep"], columns[f"{name} ablate"] = of_runs.mean(1).view(2, n).tolist()
+    return _Judged(Margins(keep, ablate, full.margins[0], keep[0], dense.margins[0]), full, dense, columns)
+
+
+def _on_validation(runner: InterventionRunner, prefixes: _Prefixes, random_sets: int, seed: int) -> pd.DataFrame:
+    """`CostCurve.validation`: the prefixes on the validation prompts, and the drops of random sets beside them."""
+    judged = _judged(runner, prefixes.lengths, prefixes.left_out)
+    margins = judged.margins
     # Whether they carry the task is said of the test prompts; here any positive difference can be a denominator.
     carried = Carried(float((margins.full - margins.empty).mean()), 0.0, 0.0)
-    rows = measured(margins, carried, bench.split.task, warn=False)
-    rows = pd.concat([head, rows[_CHOICE]], axis=1)
+    rows = measured(margins, carried, runner.split.task, warn=False)
+    rows = pd.concat([prefixes.costs, rows[_CHOICE]], axis=1)
     if not random_sets:
         return rows
     generator = torch.Generator().manual_seed(seed)
-    places = {site: ranks - 1 for site, ranks in scores.ranks().items()}
+    places = {site: ranks - 1 for site, ranks in prefixes.ranks.items()}
     best = [float("nan")] * len(rows)
     for i, (n_edges, drop) in enumerate(zip(rows["edges"], rows["drop"], strict=True)):
         if n_edges and carried.enough:
-            drawn = torch.stack([random_set(ranked, n_edges, generator) for _ in range(random_sets)])
-            ablated, _ = bench.run(random_sets, lambda rows, d=drawn: {s: d[rows][:, at] for s, at in places.items()})
-            best[i] = float(torch.quantile(float(full.q) - ablated.q, _BEST_RANDOM))
+            drawn = torch.stack([random_set(prefixes.ranked, n_edges, generator) for _ in range(random_sets)])
+            ablated, _ = runner.run(random_sets, lambda rows, d=drawn: {s: d[rows][:, at] for s, at in places.items()})
+            best[i] = float(torch.quantile(float(judged.full.q) - ablated.q, _BEST_RANDOM))
             if drop > best[i]:
                 break
     return rows.assign(**{"random drop": best})
+
+
+def _curve(
+    judged: _Judged, prefixes: _Prefixes, task: str, settings: Mapping[str, Any], validation: pd.DataFrame
+) -> CostCurve:
+    carried, margins = judged.carried, judged.margins
+    return CostCurve(
+        rows=pd.concat([prefixes.costs, judged.rows(task)], axis=1),
+        task=task,
+        q_dense=carried.q_dense,
+        q_full=float(judged.full.q),
+        q_empty=float(margins.empty.mean()),
+        carried_se=carried.se,
+        accuracy_dense=float(judged.dense.correct.mean()),
+        accuracy_full=float(judged.full.correct.mean()),
+        settings=settings,
+        validation=validation,
+        scores=prefixes.scores,
+        edges=prefixes.edges,
+        bits=prefixes.bits,
+        margins={name: getattr(margins, name) for name in ("keep", "ablate", "full", "dense")},
+    )
 
 
 def random_set(edges: Int[Tensor, " unit"], most: int, generator: torch.Generator) -> Bool[Tensor, " unit"]:
@@ -258,7 +297,7 @@ def evaluate_circuits(
     tokens_per_forward: int = 16_384,
     dense: DenseCache | None = None,
 ) -> pd.DataFrame:
-    """Measure circuits on test prompts: a row per circuit with the columns of `CostCurve.rows`, and "circuit".
+    """Measure circuits on test prompts: one row per circuit, with the columns of `CostCurve.rows` and "circuit", its name.
 
     Args:
         circuits: one, or several by name, all found with the same scores.
@@ -272,58 +311,20 @@ def evaluate_circuits(
     if not named:
         raise ValueError('nothing to judge: pass a circuit, or {"name": circuit, ...}')
     scores = next(iter(named.values())).scores
-    if not all(_same_scores(circuit.scores, scores) for circuit in named.values()):
-        raise ValueError("these circuits were found with different scores; judge them in separate calls")
+    for own in (circuit.scores for circuit in named.values()):
+        # Settings do not say which prompts the scores are of; scores that were read from a file again are the same.
+        same = own.settings == scores.settings and all(torch.equal(own.means[s], scores.means[s]) for s in scores.means)
+        if own is not scores and not same:
+            raise ValueError("these circuits were found with different scores; judge them in separate calls")
     require_no_dropout(model)
-    how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
+    how = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward, "dense": dense}
     # The empty circuit first: what the others recover is measured from it.
     sets = [replaced_masks(scores, [], "keep"), *(circuit.masks("keep") for circuit in named.values())]
-    keep = {site: torch.stack([of_set[site] for of_set in sets]) for site in sets[0]}
-    masks = {site: torch.cat([replaced, ~replaced]) for site, replaced in keep.items()}
+    left_out = {site: torch.stack([of_set[site] for of_set in sets]) for site in sets[0]}
     with attach(model, factors) as attachment:
-        bench = InterventionRunner(host_of(model), attachment, split, scores, ablation, dense=dense, **how)
-        outcome, full = bench.run(
-            2 * len(sets), lambda chunk: {site: mask[chunk] for site, mask in masks.items()}, kl=kl
-        )
-        of_dense = bench.dense()
-    margins = _margins(outcome, full, of_dense)
-    carried = Carried.of(margins.full, margins.empty, float(of_dense.q))
-    head = pd.DataFrame(
-        {
-            "circuit": list(named),
-            "units": [circuit.n_units for circuit in named.values()],
-            "edges": [circuit.n_edges for circuit in named.values()],
-            "bits": [circuit.n_bits for circuit in named.values()],
-        }
-    )
-    rows = pd.concat([measured(margins, carried, split.task), _further(outcome)], axis=1)
-    return pd.concat([head, rows.iloc[1:].reset_index(drop=True)], axis=1)
-
-
-def _same_scores(a: UnitScores, b: UnitScores) -> bool:
-    """Whether two circuits' scores are the same, or the same again (read from a file): settings do not say which prompts."""
-    return a is b or (a.settings == b.settings and all(torch.equal(a.means[site], b.means[site]) for site in a.means))
-
-
-def _lengths(grid: Iterable[Any] | str | None, scores: UnitScores, edges: Mapping[str, Tensor]) -> list[int]:
-    n_units = scores.n_units
-    if isinstance(grid, str):
-        if grid != "mib":
-            raise ValueError(f'grid must be prefix lengths, None or "mib", got {quoted(grid)}')
-        costs = torch.tensor([int(edges[site][unit]) for site, unit in scores.ranking()]).cumsum(0)
-        whole = int(costs[-1])
-        by_edges = [int((costs <= fraction * whole).sum()) for fraction in MIB_FRACTIONS]
-        wanted = {*prefix_grid(n_units), *(int(fraction * n_units) for fraction in MIB_FRACTIONS), *by_edges}
-    else:
-        wanted = {*prefix_grid(n_units)} if grid is None else {0, *map(_length, grid), n_units}
-    lengths = sorted(wanted)
-    if lengths[0] < 0 or lengths[-1] > n_units:
-        raise ValueError(f"prefix lengths must lie in 0 .. {n_units}, got {lengths[0]} .. {lengths[-1]}")
-    return lengths
-
-
-def _length(k: Any) -> int:
-    try:
-        return operator.index(k)
-    except TypeError:
-        raise ValueError(f"prefix lengths must be whole numbers, got {quoted(k)}") from None
+        runner = InterventionRunner(host_of(model), attachment, split, scores, ablation, **how)
+        judged = _judged(runner, sets, lambda rows: {site: mask[rows] for site, mask in left_out.items()}, kl=kl)
+    head = pd.DataFrame({"circuit": list(named)})
+    for column, of in (("units", "n_units"), ("edges", "n_edges"), ("bits", "n_bits")):
+        head[column] = [getattr(circuit, of) for circuit in named.values()]
+    return pd.concat([head, judged.rows(split.task).iloc[1:].reset_index(drop=True)], axis=1)

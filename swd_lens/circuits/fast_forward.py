@@ -15,6 +15,7 @@ ways). So `find_fast_forward` runs a few prompts plainly and by each shortcut, a
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from torch import Tensor
 from swd_lens.circuits.ablation import replaced
 from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.hosts import Host, Start
-from swd_lens.hosts.predictions import attempt, gives, same_logits
 from swd_lens.hosts.recording import recording
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site, hook_name
+from swd_lens.hosts.verified import verified
 from swd_lens.tasks.task import TaskSplit
 from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.factors import Factors
@@ -43,7 +44,7 @@ Masks = Mapping[str, Bool[Tensor, "circuit _unit"]]
 
 @dataclass(frozen=True)
 class FastForward:
-    """What runs leave out.
+    """Shortcuts of runs.
 
     Attributes:
         positions: "scoring" (only the last position is intervened on) or "all".
@@ -64,7 +65,7 @@ class FastForward:
 
 @dataclass(frozen=True)
 class Shared:
-    """What all interventions on the same prompts share.
+    """State that all interventions on the same prompts share.
 
     Attributes:
         prefix: what later positions need of all but the last, see `Host.freeze_prefix`.
@@ -95,22 +96,19 @@ class Runner:
         """Compute once what interventions on these prompts share."""
         host, layer, known = self.host, self.fast_forward.layer, self.fast_forward.known
         with torch.no_grad():
-            prefix, start = self._begun(tokens)
+            # The prefix, and where its last position (without one, every position) takes up; None: at the tokens.
+            begins, keeps = self.fast_forward.begins, self.fast_forward.keeps_prefix
+            begun = self.dense.begun(host, tokens, begins) if begins and keeps else None
+            prefix = host.freeze_prefix(tokens, begun) if keeps else None
+            start = None if begun is None else Start(begins, begun.last)
+            if begins and prefix is None:  # prompts of one token, too
+                start = Start(begins, self.dense.residual(host, tokens, begins))
             if not layer:
                 return Shared(tokens, prefix)
             with recording(host, units=[known] if known else []) as seen:
                 residual = host.residual(tokens, layer, prefix, start)
             kept = host.repeat_prefix(prefix, 1, layer) if prefix is not None else None
             return Shared(tokens, kept, Start(layer, residual), seen.units[known.name] if known else None)
-
-    def _begun(self, tokens: Int[Tensor, "batch pos"]) -> tuple[Any, Start | None]:
-        """The prefix, and where its last position (without one, every position) takes up; None: at the tokens."""
-        host, begins = self.host, self.fast_forward.begins
-        begun = self.dense.begun(host, tokens, begins) if begins and self.fast_forward.keeps_prefix else None
-        prefix = host.freeze_prefix(tokens, begun) if self.fast_forward.keeps_prefix else None
-        if begins and prefix is None:  # prompts of one token, too
-            return None, Start(begins, self.dense.residual(host, tokens, begins))
-        return prefix, None if begun is None else Start(begins, begun.last)
 
     def logits(
         self, shared: Shared, masks: Masks, values: Values, token_ids: Int[Tensor, " answer"] | None = None
@@ -187,10 +185,7 @@ def find_fast_forward(
     Warns:
         UserWarning: a shortcut that should hold on every host does not, or runs with it fail.
     """
-
-    def find() -> FastForward:
-        return _agreeing(host, sites, units, split, positions, known, dense)
-
+    find = partial(_agreeing, host, sites, units, split, positions, known, dense)
     of_sites = [units[site.name] for site in sites]
     factors = [each for each in of_sites if isinstance(each, Factors)]
     if dense is None or len(factors) < len(of_sites):  # what another coder does is its own
@@ -208,18 +203,35 @@ def _agreeing(
     known: bool,
     dense: DenseCache | None,
 ) -> FastForward:
-    """The shortcuts with which a few prompts give what they give plainly."""
+    """The shortcuts with which a few prompts, half of the units at zero, give what they give plainly."""
     # A few of the longest prompts: what goes wrong only beyond some length (a sliding window) goes wrong there.
     length = max(len(tokens) for tokens in split.tokens)
     tokens = torch.stack([tokens for tokens in split.tokens if len(tokens) == length][:_CHECKED_PROMPTS])
-    check = _Check(host, units, tokens, FastForward(positions), dense)
-    best = FastForward(positions)
+
+    def run(fast_forward: FastForward, masks: Masks) -> Float[Tensor, "circuit batch vocab"]:
+        """Last-position logits with the masked units at zero."""
+        values = {name: torch.zeros(1, 1, mask.shape[1], dtype=torch.float32) for name, mask in masks.items()}
+        runner = Runner(host, units, fast_forward, dense)
+        with torch.no_grad():
+            return runner.logits(runner.share(tokens), masks, values)
+
+    best = plainly = FastForward(positions)
+    half = {name: torch.arange(of_site.n_units)[None] % 2 == 0 for name, of_site in units.items()}
+    plain = run(plainly, half)
     for step in _steps(host, sites, units, positions, known, dense is not None):
         tried = replace(best, **step)
         if tried.known is best.known:
-            agrees = check.agrees(tried, step)
+            agrees = verified(partial(run, tried, half), plain, shortcut=step)
         else:  # what a site's units write need not be the whole of their effect: nothing to warn of
-            agrees = check.agrees(tried) and check.known_site_agrees(tried)
+            agrees = verified(partial(run, tried, half), plain)
+        if agrees and tried.known is not None and tried.known is not best.known:
+            # The known site's units alone, judged by the size of what they do: beside the logits a wrong effect may look like
+            # rounding, where the site does little.
+            nothing = {name: torch.zeros_like(mask) for name, mask in half.items()}
+            alone = nothing | {tried.known.name: half[tried.known.name]}
+            expected = run(plainly, alone)
+            most = _EFFECT * (expected - run(plainly, nothing)).abs().max()
+            agrees = verified(partial(run, tried, alone), expected, within=most)
         best = tried if agrees else best
     return best
 
@@ -227,7 +239,7 @@ def _agreeing(
 def _steps(
     host: Host, sites: list[Site], units: Mapping[str, Units], positions: str, known: bool, shares: bool
 ) -> Iterator[dict[str, Any]]:
-    """What may be left out, one thing after the other."""
+    """Changes to a FastForward that may be tried, one after the other."""
     layer = min(site.layer for site in sites)
     if positions == "scoring":
         yield {"keeps_prefix": True}
@@ -245,40 +257,3 @@ def _steps(
     splits = any(site.layer == last and site.kind in READS_ATTENTION_INPUT for site in sites)
     if known and positions == "all" and not splits:
         yield {"short": True}
-
-
-class _Check:
-    """A few prompts with half of the units at zero, run plainly once, to compare shortened runs with."""
-
-    def __init__(
-        self, host: Host, units: Mapping[str, Units], tokens: Tensor, plainly: FastForward, dense: DenseCache | None
-    ):
-        self.host, self.units, self.tokens, self.plainly, self.dense = host, units, tokens, plainly, dense
-        self.half = {name: torch.arange(of_site.n_units)[None] % 2 == 0 for name, of_site in units.items()}
-        self.plain = self._run(plainly, self.half)
-
-    def agrees(self, fast_forward: FastForward, step: Any = None) -> bool:
-        """Whether shortened runs give the plain logits; `step` is what a warning calls the shortcut, None: nobody is warned."""
-        return gives(self.plain, lambda: self._run(fast_forward, self.half), shortcut=step)
-
-    def known_site_agrees(self, fast_forward: FastForward) -> bool:
-        """Whether the known site's units alone do in shortened runs what they do plainly, judged by the size of what they do.
-
-        Beside the logits a wrong effect may look like rounding, where the site does little; then the shortcut is not taken.
-        """
-        assert fast_forward.known is not None
-        nothing = {name: torch.zeros_like(mask) for name, mask in self.half.items()}
-        alone = {**nothing, fast_forward.known.name: self.half[fast_forward.known.name]}
-        plain, whole = (self._run(self.plainly, masks) for masks in (alone, nothing))
-        shortened = attempt(lambda: self._run(fast_forward, alone))
-        if shortened is None:
-            return False
-        effect = (plain - whole).abs().max()
-        return bool((shortened - plain).abs().max() <= _EFFECT * effect) and same_logits(shortened, plain)
-
-    def _run(self, fast_forward: FastForward, masks: Masks) -> Float[Tensor, "circuit batch vocab"]:
-        """Last-position logits with the masked units at zero."""
-        values = {name: torch.zeros(1, 1, mask.shape[1], dtype=torch.float32) for name, mask in masks.items()}
-        runner = Runner(self.host, self.units, fast_forward, self.dense)
-        with torch.no_grad():
-            return runner.logits(runner.share(self.tokens), masks, values)

@@ -1,7 +1,7 @@
 """fidelity: how much of the host's behaviour a replacement keeps, on text that it was not fitted on.
 
 1. Rows are run a few thousand tokens at a time. The dense host runs once for all replacements, in stages: what enters the first
-   replaced layer of each is kept, and each replacement takes up there (`_Staged`).
+   replaced layer of each is kept, and each replacement takes up there (`_Runs`).
 2. Residuals are unembedded a chunk of rows and positions at a time: no tensor of logits has more than CHUNK_BYTES, whatever the
    batch and the vocabulary.
 3. Sum, over all next-token predictions that count (tasks/counting.py), cross-entropy of both hosts, KL(dense || replaced) and
@@ -16,7 +16,6 @@ Runs in stages are verified on a few tokens before they are trusted; where a hos
 """
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -129,6 +128,10 @@ class Fidelity(Record):
         site relMSE."""
         errors = list(self.relmse.values())
         se = {} if self.ce_delta_se is None else {"CE delta se": [self.ce_delta_se]}
+        of_floor: dict[str, list[Any]] = {}
+        if self.floor is not None:
+            of_floor = {"CE delta floor": [self.floor.ce_delta], "KL floor": [self.floor.kl]}
+            of_floor["below floor"] = [", ".join(self.below_floor)]
         return pd.DataFrame(
             {
                 "CE dense": [self.ce_dense],
@@ -139,15 +142,9 @@ class Fidelity(Record):
                 "top-1 agreement": [self.top1_agreement],
                 "mean relMSE": [sum(errors) / len(errors)],
                 "max relMSE": [max(errors)],
-                **self._floor_columns(),
+                **of_floor,
             }
         )
-
-    def _floor_columns(self) -> dict[str, list[Any]]:
-        if self.floor is None:
-            return {}
-        below = ", ".join(self.below_floor)
-        return {"CE delta floor": [self.floor.ce_delta], "KL floor": [self.floor.kl], "below floor": [below]}
 
     def title(self) -> str:
         of, se = f"Fidelity of {len(self.relmse)} sites on {self.n_predictions:,} predictions", self.ce_delta_se
@@ -248,10 +245,10 @@ def fidelities(
         alone = stack.enter_context(attach(model, next(iter(units.values())))) if len(units) == 1 else None
         stack.enter_context(fused_attention(host, rows))
         errors = LocalErrors(host, asked, alone) if local else None
-        runs = _Staged(host, units, alone, dense)
-        if not runs.agree_with_whole(rows):
-            runs = _Whole(host, units, alone)
-        size = batch_size or _rows_at_once(rows.shape[1], {site.name: site for s in sums.values() for site in s.sites})
+        runs = _Runs(host, units, alone, dense)
+        runs.verify(rows)
+        outputs_at_once = _OUTPUT_BYTES // (4 * sum(site.d_out for site in runs.sites))
+        size = batch_size or max(1, min(_TOKENS, outputs_at_once) // rows.shape[1])
         batches = [*zip(rows.split(size), [None] * len(rows) if counted is None else counted.split(size), strict=False)]
         for batch, of_batch in tqdm(batches, desc="fidelity", unit="batch", disable=not progress, leave=False):
             runs.counted = of_batch
@@ -270,7 +267,7 @@ def fidelities(
 
 @dataclass
 class _Sums:
-    """What one replacement adds up over batches, in float64."""
+    """Sums of one replacement over batches, in float64."""
 
     sites: Sequence[Site]
     total: Divergence = field(default_factory=Divergence)
@@ -279,16 +276,6 @@ class _Sums:
     ce_deltas: list[Tensor] = field(default_factory=list)  # of each batch, (row,)
     kls: list[Tensor] = field(default_factory=list)
     n_of_rows: list[Tensor] = field(default_factory=list)  # predictions of each batch's rows, where not all count
-
-    def add_predictions(
-        self,
-        dense: DensePredictions,
-        replaced: Float[Tensor, "batch pos vocab"],
-        rows: slice,
-        counted: Bool[Tensor, "batch predictions"] | None,
-    ) -> None:
-        """Of these rows of the batch that `ce_deltas` was begun for last."""
-        self.total += dense.divergence(replaced, self.ce_deltas[-1][rows], self.kls[-1][rows], counted)
 
     def add_output(
         self,
@@ -328,7 +315,7 @@ class _Sums:
         )
 
     def _parts_of_rows(self, sums: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
-        """What each row says of the mean over predictions, from what it adds to their sum: the mean of these is that mean."""
+        """Each row's estimate of the mean over predictions, from what it adds to their sum: the mean of these is that mean."""
         n_predictions = self.total.n_predictions
         if self.n_of_rows:
             # The mean is a ratio of sums over rows: each row has the part in it that its linearization has.
@@ -337,39 +324,49 @@ class _Sums:
         return sums * (len(sums) / n_predictions)
 
 
-def _rows_at_once(n_positions: int, sites: Mapping[str, Site]) -> int:
-    """Rows whose tokens, and whose dense outputs of all sites, stay below their bounds; one at least."""
-    of_outputs = _OUTPUT_BYTES // (4 * sum(site.d_out for site in sites.values()))
-    return max(1, min(_TOKENS, of_outputs) // n_positions)
-
-
 # ---------------------------------------------------------------------------------------------- runs
 
 
-class _Runs(ABC):
+class _Runs:
     """The dense host and its replacements on a batch of rows.
+
+    In stages the dense host runs once for all, each replacement takes up at its first replaced layer, and logits are made a chunk
+    of positions at a time. Whole, where that gives other logits, every run begins at the tokens and ends in its logits.
 
     Args:
         units: by name of the replacement.
         alone: the attachment of the only replacement, which is mounted already; None: there are several.
+        kept: what enters the first replaced block is kept there.
     """
 
-    def __init__(self, host: Host, units: Mapping[str, UnitSet], alone: Attachment | None):
-        self.host, self.units, self.alone = host, units, alone
-        self.buffers = Buffers()
+    def __init__(
+        self, host: Host, units: Mapping[str, UnitSet], alone: Attachment | None, kept: DenseCache | None = None
+    ):
+        self.host, self.units, self.alone, self.kept, self.staged = host, units, alone, kept, True
+        self.buffers, self.end = Buffers(), host.model.cfg.n_layers
         self.counted: Tensor | None = None  # (batch, pos) positions of the present batch that count; None: all
         self.sites = list({site.name: site for of_name in units.values() for site in of_name.sites}.values())
+        self.first = {name: min(site.layer for site in of_name.sites) for name, of_name in units.items()}
+        self._starts: dict[int, Start] = {}
+
+    def verify(self, rows: Int[Tensor, "rows pos"]) -> None:
+        """Run whole from now on where the first tokens give other logits in stages, in the dense host or a replacement; that
+        warns."""
+        few = rows[:1, : max(2, CHUNK_BYTES // (4 * self.host.model.cfg.d_vocab))]
+        with self._dense_host():
+            agrees = ends_in_whole_logits(self.host, few, lambda: self._dense(few), shortcut=_STAGES)
+        for name, of_name in self.units.items():
+            with self._mounted(of_name):
+                run = functools.partial(self._replaced, few, name)
+                agrees = agrees and ends_in_whole_logits(self.host, few, run, shortcut=_STAGES)
+        self.staged = agrees
 
     def add(
         self, batch: Int[Tensor, "batch pos"], sums: Mapping[str, _Sums], watching: AbstractContextManager[Any]
     ) -> None:
         """Add this batch's part to every replacement's sums; `watching` is open while the dense host runs."""
-        with (
-            self._dense_host(),
-            watching,
-            recording(self.host, outputs=self.sites, keep=Tensor.float) as seen,
-        ):
-            dense = self.dense(batch)
+        with self._dense_host(), watching, recording(self.host, outputs=self.sites, keep=Tensor.float) as seen:
+            dense = self._dense(batch)
         replaced: dict[str, Tensor] = {}
         for name, of_name in self.units.items():
             for of_rows in (sums[name].ce_deltas, sums[name].kls):
@@ -383,9 +380,16 @@ class _Runs(ABC):
                 sums[name].add_output(site.name, y, seen.outputs[site.name], self.counted)
 
             with self._mounted(of_name), self.host.outputs(of_name.sites, compare):
-                replaced[name] = self.replaced(batch, name)
+                replaced[name] = self._replaced(batch, name)
             require_seen(of_name.sites, shown, "output")
-        self.compare(batch, dense, replaced, sums)
+        for rows, chunk in self._chunks(batch):
+            tokens = batch[rows, chunk]
+            predictions = DensePredictions(self._logits(tokens, dense[rows, chunk]), tokens, self.buffers)
+            counted = None if self.counted is None else predicted(self.counted[rows, chunk])
+            for name, end in replaced.items():
+                logits, of_rows = self._logits(tokens, end[rows, chunk]), sums[name]
+                added = of_rows.ce_deltas[-1][rows], of_rows.kls[-1][rows]
+                of_rows.total += predictions.divergence(logits, *added, counted)
 
     def _dense_host(self) -> AbstractContextManager[Any]:
         return self.alone.dense() if self.alone else nullcontext()
@@ -393,50 +397,10 @@ class _Runs(ABC):
     def _mounted(self, units: UnitSet) -> AbstractContextManager[Any]:
         return nullcontext() if self.alone else attach(self.host.model, units)
 
-    @abstractmethod
-    def dense(self, batch: Int[Tensor, "batch pos"]) -> Tensor:
-        """What the dense host ends in, on these rows."""
-
-    @abstractmethod
-    def replaced(self, batch: Int[Tensor, "batch pos"], name: str) -> Tensor:
-        """The same of a replacement, which is mounted; after `dense` of these rows."""
-
-    @abstractmethod
-    def compare(self, batch: Tensor, dense: Tensor, replaced: Mapping[str, Tensor], sums: Mapping[str, _Sums]) -> None:
-        """Add the divergence of each replacement from the dense host."""
-
-
-class _Whole(_Runs):
-    """Every run is whole; for hosts whose runs in stages give something else."""
-
-    def dense(self, batch: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
-        return self.host.run(batch)
-
-    def replaced(self, batch: Int[Tensor, "batch pos"], name: str) -> Float[Tensor, "batch pos vocab"]:
-        return self.host.run(batch)
-
-    def compare(self, batch: Tensor, dense: Tensor, replaced: Mapping[str, Tensor], sums: Mapping[str, _Sums]) -> None:
-        for row in range(len(batch)):  # one at a time: the log-probabilities of all would be as large as the logits
-            rows = slice(row, row + 1)
-            predictions = DensePredictions(dense[rows], batch[rows], self.buffers)
-            counted = None if self.counted is None else predicted(self.counted[rows])
-            for name, logits in replaced.items():
-                sums[name].add_predictions(predictions, logits[rows], rows, counted)
-
-
-class _Staged(_Runs):
-    """The dense host once, each replacement from its first replaced layer on, logits a chunk of positions at a time."""
-
-    def __init__(
-        self, host: Host, units: Mapping[str, UnitSet], alone: Attachment | None, kept: DenseCache | None = None
-    ):
-        super().__init__(host, units, alone)
-        self.kept = kept
-        self.first = {name: min(site.layer for site in of_name.sites) for name, of_name in units.items()}
-        self.end = host.model.cfg.n_layers
-        self._starts: dict[int, Start] = {}
-
-    def dense(self, batch: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
+    def _dense(self, batch: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos _width"]:
+        """Run the dense host: the last block's output, or the logits of whole runs."""
+        if not self.staged:
+            return self.host.run(batch)
         self._starts, start = {}, None
         layers = sorted({*self.first.values(), self.end})
         if self.kept is not None:
@@ -447,21 +411,23 @@ class _Staged(_Runs):
             self._starts[layer] = start
         return self._starts[self.end].residual
 
-    def replaced(self, batch: Int[Tensor, "batch pos"], name: str) -> Float[Tensor, "batch pos d_model"]:
+    def _replaced(self, batch: Int[Tensor, "batch pos"], name: str) -> Float[Tensor, "batch pos _width"]:
+        """Run a replacement that is mounted, after `_dense` of these rows; ends as that does."""
+        if not self.staged:
+            return self.host.run(batch)
         return self.host.residual(batch, self.end, start=self._starts[self.first[name]])
 
-    def compare(self, batch: Tensor, dense: Tensor, replaced: Mapping[str, Tensor], sums: Mapping[str, _Sums]) -> None:
-        for rows, chunk in self._chunks(batch):
-            tokens = batch[rows, chunk]
-            predictions = DensePredictions(self.host.unembed(tokens, dense[rows, chunk]), tokens, self.buffers)
-            counted = None if self.counted is None else predicted(self.counted[rows, chunk])
-            for name, residual in replaced.items():
-                logits = self.host.unembed(tokens, residual[rows, chunk])
-                sums[name].add_predictions(predictions, logits, rows, counted)
+    def _logits(
+        self, tokens: Int[Tensor, "row pos"], end: Float[Tensor, "row pos _width"]
+    ) -> Float[Tensor, "row pos vocab"]:
+        return self.host.unembed(tokens, end) if self.staged else end
 
     def _chunks(self, batch: Int[Tensor, "batch pos"]) -> Iterator[tuple[slice, slice]]:
         """Rows and positions, as many at a time as CHUNK_BYTES allow; the last position of a chunk predicts nothing and begins
-        the next."""
+        the next. Of whole runs, row by row: the log-probabilities of all would be as large as the logits."""
+        if not self.staged:
+            yield from ((slice(row, row + 1), slice(None)) for row in range(len(batch)))
+            return
         last, most = batch.shape[1] - 1, CHUNK_BYTES // (4 * self.host.model.cfg.d_vocab)
         # Sixteen rows are small under any vocabulary, and products of fewer round otherwise.
         n_rows = min(len(batch), max(16, most // 2))
@@ -469,15 +435,3 @@ class _Staged(_Runs):
         for row in range(0, len(batch), n_rows):
             for start in range(0, last, size):
                 yield slice(row, row + n_rows), slice(start, min(start + size, last) + 1)
-
-    def agree_with_whole(self, rows: Int[Tensor, "rows pos"]) -> bool:
-        """Whether the first tokens give the logits that whole runs give, of the dense host and of every replacement; warns where
-        they do not."""
-        few = rows[:1, : max(2, CHUNK_BYTES // (4 * self.host.model.cfg.d_vocab))]
-        with self._dense_host():
-            agrees = ends_in_whole_logits(self.host, few, lambda: self.dense(few), shortcut=_STAGES)
-        for name, of_name in self.units.items():
-            with self._mounted(of_name):
-                run = functools.partial(self.replaced, few, name)
-                agrees = agrees and ends_in_whole_logits(self.host, few, run, shortcut=_STAGES)
-        return agrees

@@ -35,7 +35,7 @@ _FOUND: WeakKeyDictionary[Any, dict[Any, "Floor"]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Floor:
-    """What a lossless replacement shows, in nats per prediction.
+    """Differences of a lossless replacement from the dense host, in nats per prediction.
 
     Attributes:
         kl: KL(dense || replaced).
@@ -82,14 +82,15 @@ class Floors:
             sites = {site.name: site for each in of_name.sites for site in matrices_of(host, each)}
             own = "\0floor of " + " ".join(sites)
             self._of[name] = own
-            if own in self._keys or _bytes_of(sites) > FLOOR_BYTES:
+            n_bytes = sum(4 * min(site.d_in, site.d_out) * (site.d_in + site.d_out) for site in sites.values())
+            if own in self._keys or n_bytes > FLOOR_BYTES:
                 continue
             self._keys[own] = (run, tuple((each, weight_fingerprint(host, site)) for each, site in sites.items()))
             if self._keys[own] not in self._known:
                 self.units[own] = UnitSet.of(host, lossless(host, list(sites.values())))
 
     def add(self, name: str, floor: Floor) -> None:
-        """What was measured of one of `units`."""
+        """Keep the floor that was measured of one of `units`."""
         self._known[self._keys[name]] = floor
 
     def of(self, replacement: str) -> Floor | None:
@@ -98,11 +99,7 @@ class Floors:
         return self._known.get(key)
 
 
-def _bytes_of(sites: Mapping[str, Site]) -> int:
-    return sum(4 * min(site.d_in, site.d_out) * (site.d_in + site.d_out) for site in sites.values())
-
-
 def _state(host: Host) -> tuple[Any, ...]:
-    """What decides the host's logits but for the replaced matrices: which tensors it holds, how often they were written to."""
+    """Everything that decides the host's logits but the replaced matrices: its tensors, and how often they were written to."""
     held = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in host.model.parameters()]
     return str(next(host.model.parameters()).dtype), hash(tuple(held)), str(standing_hooks(host.model))

@@ -32,7 +32,7 @@ _LOGITS_AT_ONCE = 2**26  # a quarter of a gigabyte in float32
 
 @dataclass(frozen=True)
 class Outcome:
-    """What each run gave on each prompt of a split, in the split's order.
+    """Results of runs on the prompts of a split, in the split's order.
 
     Attributes:
         margins: (run, prompt) in logits.
@@ -47,6 +47,16 @@ class Outcome:
     @classmethod
     def empty(cls, runs: int, prompts: int) -> "Outcome":
         return cls(*(torch.full((runs, prompts), torch.nan, dtype=torch.float64) for _ in range(3)))
+
+    @classmethod
+    def of_host(cls, host: Host, split: TaskSplit, batch_size: int) -> "Outcome":
+        """One plain run of every prompt, in the host as it is now."""
+        outcome = cls.empty(1, len(split))
+        with torch.no_grad():
+            for bucket in split.buckets(batch_size):
+                logits = host.last_logits(bucket.tokens, token_ids=bucket.token_ids)
+                outcome.put(torch.zeros(1, dtype=torch.int64), bucket, logits[None])
+        return outcome
 
     def put(self, runs: Int[Tensor, " _run"], bucket: Bucket, logits: Tensor, log_p: Tensor | None = None) -> None:
         """Enter a bucket's logits (run, batch, vocab); log_p: the unpruned replacement's log-probabilities, for KL."""
@@ -68,6 +78,17 @@ class Outcome:
     def q(self) -> Float[Tensor, " run"]:
         """Mean margin per run (Q of the paper, §3.2)."""
         return self.margins.mean(1)
+
+
+def at_once(bucket: Bucket, length: int, tokens_per_forward: int, *, whole: bool) -> int:
+    """Number of interventions on a bucket that run together, at `length` positions of each prompt.
+
+    Args:
+        whole: logits are of the whole vocabulary, which may outgrow everything else.
+    """
+    n_prompts = len(bucket.index)
+    n = tokens_per_forward // (n_prompts * length)
+    return max(1, min(n, _LOGITS_AT_ONCE // (n_prompts * bucket.d_vocab)) if whole else n)
 
 
 class InterventionRunner:
@@ -102,7 +123,13 @@ class InterventionRunner:
     ):
         attachment.factors.require_made_for(scores.settings, "this ranking")
         split.require_host(host.model)
-        _require_same_beginning(scores.settings.get("prepend_bos"), split)
+        scored = scores.settings.get("prepend_bos")
+        if None not in (scored, split.prepend_bos) and scored != split.prepend_bos:
+            how = {True: "with", False: "without"}
+            raise ValueError(
+                f"the scores are of prompts {how[bool(scored)]} BOS, the {split.name} prompts of {quoted(split.task)} are "
+                f"{how[bool(split.prepend_bos)]}: their means do not fit; load both with the same prepend_bos"
+            )
         self.host, self.attachment, self.split = host, attachment, split
         self.batch_size, self.tokens_per_forward = batch_size, tokens_per_forward
         self.keep, self.progress = keep, progress
@@ -132,10 +159,8 @@ class InterventionRunner:
                     whole = self.runner.logits(shared, nothing, values, ids)
                     log_p = log_probabilities(whole[0].float()) if kl else None
                     unpruned.put(torch.zeros(1, dtype=torch.int64), bucket, whole, log_p)
-                at_once = max(1, self.tokens_per_forward // bucket.tokens.numel())
-                if ids is None:  # whole vocabularies, which may outgrow everything else
-                    at_once = max(1, min(at_once, _LOGITS_AT_ONCE // (len(bucket.index) * bucket.d_vocab)))
-                for runs in torch.arange(n).split(at_once):
+                most = at_once(bucket, bucket.tokens.shape[1], self.tokens_per_forward, whole=ids is None)
+                for runs in torch.arange(n).split(most):
                     of_runs = masks(slice(int(runs[0]), int(runs[-1]) + 1))
                     acts = torch.stack([mask.any(1) for mask in of_runs.values()]).any(0)
                     # Replacing nothing is the unpruned replacement, to the bit: batches of another size round otherwise.
@@ -148,18 +173,15 @@ class InterventionRunner:
 
     def dense(self) -> Outcome:
         """The dense host on every prompt."""
-        return self.runner.dense.outcome(self.split, self.batch_size, self._run_dense)
 
-    def _run_dense(self) -> Outcome:
-        outcome = Outcome.empty(1, len(self.split))
-        with torch.no_grad(), self.attachment.dense(), self._fused():
-            for bucket in self.split.buckets(self.batch_size):
-                logits = self.host.last_logits(bucket.tokens, token_ids=bucket.token_ids)
-                outcome.put(torch.zeros(1, dtype=torch.int64), bucket, logits[None])
-        return outcome
+        def run() -> Outcome:
+            with self.attachment.dense(), self._fused():
+                return Outcome.of_host(self.host, self.split, self.batch_size)
+
+        return self.runner.dense.of_split(self.split, ("outcome", self.batch_size), run)
 
     def _fused(self) -> AbstractContextManager[bool]:
-        """Of the longest prompt, where prompts are long."""
+        """Fuse attention where prompts are long, as the longest one says."""
         return fused_attention(self.host, max(self.split.tokens, key=len)[None])
 
     def _prepared(self) -> Iterator[tuple[Bucket, Shared, Values]]:
@@ -175,12 +197,3 @@ class InterventionRunner:
                 kept.append(prepared)
             yield prepared
         self._kept = kept
-
-
-def _require_same_beginning(scored: bool | None, split: TaskSplit) -> None:
-    if None not in (scored, split.prepend_bos) and scored != split.prepend_bos:
-        how = {True: "with", False: "without"}
-        raise ValueError(
-            f"the scores are of prompts {how[bool(scored)]} BOS, the {split.name} prompts of {quoted(split.task)} are "
-            f"{how[bool(split.prepend_bos)]}: their means do not fit; load both with the same prepend_bos"
-        )

@@ -22,7 +22,7 @@ from torch import Tensor
 from swd_lens.hosts import Host
 from swd_lens.hosts.sites import Site, expert_of
 from swd_lens.units import Attachment, UnitSet
-from swd_lens.units.projection import Projection, projection_of
+from swd_lens.units.projection import projection_of
 
 
 class LocalErrors:
@@ -46,7 +46,11 @@ class LocalErrors:
         self._counted = counted
         sites = list({site.name: site for of_name in self._units.values() for site in of_name.sites}.values())
         self._inputs.clear()
-        with self._host.inputs(sites, self._keep_input), self._host.outputs(sites, self._add_site):
+
+        def keep_input(site: Site, h: Float[Tensor, "*batch d_in"]) -> None:
+            self._inputs[site.name] = h
+
+        with self._host.inputs(sites, keep_input), self._host.outputs(sites, self._add_site):
             yield
 
     def relmse(self, name: str) -> dict[str, float]:
@@ -55,9 +59,6 @@ class LocalErrors:
         errors = self._errors[name]
         shown = [site for site in errors if expert_of(site) is None or self._norms[site] > 0]
         return {site: float(errors[site] / self._norms[site]) for site in shown}
-
-    def _keep_input(self, site: Site, h: Float[Tensor, "*batch d_in"]) -> None:
-        self._inputs[site.name] = h
 
     def _add_site(self, site: Site, y: Float[Tensor, "*batch d_out"]) -> None:
         h = self._inputs.pop(site.name, None)
@@ -73,14 +74,13 @@ class LocalErrors:
 
         for name, of_name in self._units.items():
             if site.name in of_name:
-                units = self._projection(of_name, site)
+                if self._alone:
+                    units = self._alone.projection(site.name)
+                else:
+                    like = next(self._host.model.blocks[site.layer].parameters())
+                    units = projection_of(of_name[site.name], site.name, like)[0]
                 lost = units.local(h, dense) - (y if units.gives_bias else product)
                 _add(self._errors[name], site.name, that_count(lost, self._counted))
-
-    def _projection(self, units: UnitSet, site: Site) -> Projection:
-        if self._alone:
-            return self._alone.projection(site.name)
-        return projection_of(units[site.name], site.name, next(self._host.model.blocks[site.layer].parameters()))[0]
 
 
 def that_count(

@@ -12,7 +12,7 @@
    is whether a mean is above zero.
 5. Intervals: over prompts, for means Student's t with Hall's allowance for skewness (`_reach`), for ratios of means Fieller's
    of the same (it takes the error of the denominator with it; where that could be zero there is no interval).
-   tests/circuits/test_coverage.py simulates what they cover: draws of further prompts about the same contents.
+   tests/circuits/test_measure.py simulates what they cover: draws of further prompts about the same contents.
 6. Prompts about the same name or year are alike. `by_content` makes values of contents of them, for which the same intervals
    are of draws of further contents.
 """
@@ -34,6 +34,7 @@ from swd_lens.tasks.task import TaskSplit
 
 LEVEL = 0.95  # of every interval
 RECOVERED = 0.9  # the usual threshold
+COSTS = ("edges", "units")
 VALUES = ("recovered", "sufficiency", "drop")  # of a circuit, in the order of a table's columns
 _LEAST_ERRORS, _LEAST_SHARE = 2.0, 0.05  # of what a surface carries: in standard errors, and of |Q(dense)|
 _SYMMETRIC = 1e-9  # skewness over sqrt(n), below which there is none
@@ -85,13 +86,13 @@ def by_content(
 
 
 def contents_of(split: TaskSplit) -> list[str]:
-    """Whom or what each prompt is about (`meta["content"]`); a prompt that says nothing of it is its own."""
+    """The name or thing that each prompt is about (`meta["content"]`); a prompt without one is its own content."""
     return [example.meta.get("content", f"prompt {i}") for i, example in enumerate(split.examples)]
 
 
 @dataclass(frozen=True)
 class Carried:
-    """What the units of a surface do for a task, in logits of margin.
+    """Margin that the units of a surface carry of a task, in logits.
 
     Attributes:
         logits: Q(full) - Q(empty).
@@ -156,10 +157,9 @@ class Threshold:
     def contrast(self, margins: Margins) -> Float[Tensor, "circuit prompt"]:
         """Numbers whose mean over prompts is at least 0 where the threshold is reached."""
         keep, ablate, full, empty = margins.keep, margins.ablate, margins.full, margins.empty
-        if self.of == "recovered":
-            return keep - self.value * full - (1 - self.value) * empty
-        if self.of == "recovered of dense":
-            return keep - self.value * margins.dense - (1 - self.value) * empty
+        if self.of.startswith("recovered"):
+            whole = full if self.of == "recovered" else margins.dense
+            return keep - self.value * whole - (1 - self.value) * empty
         if self.of == "sufficiency":
             return keep - self.value * full
         if self.of == "necessity":
@@ -203,9 +203,8 @@ def measured(margins: Margins, carried: Carried, task: str, *, warn: bool = True
         columns[name] = part.mean(1) / whole.mean() if defined else nothing
         columns[f"{name} low"], columns[f"{name} high"] = ratio_interval(part, whole) if defined else (nothing, nothing)
     of_dense = (margins.dense.double() - empty).mean()
-    columns["recovered of dense"] = (
-        (keep - empty).mean(1) / of_dense if of_dense > 0 else columns["recovered"] * math.nan
-    )
+    of_dense = of_dense if of_dense > 0 else math.nan
+    columns["recovered of dense"] = (keep - empty).mean(1) / of_dense
     columns["drop"] = (full - ablate).mean(1)
     columns["drop low"], columns["drop high"] = mean_interval(full - ablate)
     columns |= {"q keep": keep.mean(1), "q ablate": ablate.mean(1)}
@@ -242,11 +241,8 @@ def ratio_interval(
     for reach, side in ((below, -1), (above, 1)):
         t2 = reach**2 / (n * (n - 1))
         # r with bb r^2 - 2 ab r + aa <= 0.
-        aa, ab, bb = (
-            a.square() - t2 * p.square().sum(1),
-            a * b - t2 * (p * w).sum(1),
-            b.square() - t2 * w.square().sum(),
-        )
+        aa, ab = a.square() - t2 * p.square().sum(1), a * b - t2 * (p * w).sum(1)
+        bb = b.square() - t2 * w.square().sum()
         ends.append((ab + side * (ab.square() - aa * bb).clamp_min(0).sqrt()) / bb)
         known &= bb > 0
     low, high = (torch.where(known, end, math.nan) for end in ends)
@@ -254,11 +250,11 @@ def ratio_interval(
 
 
 def _reach(values: Float[Tensor, "circuit prompt"], level: float) -> Ends:
-    """How many standard errors an interval of each mean reaches below and above it.
+    """How many standard errors the interval of each mean reaches below and above it.
 
-    To each side the farther of two: Student's t, and Hall's (1992, J. R. Statist. Soc. B 54, 221-228) of the same, which allows
-    for skewness. Margins can be very skewed (what a circuit leaves out may matter for a few prompts): Student's t alone covers
-    89 % where a few prompts in a hundred make the mean, and neither is far too wide (tests/circuits/test_coverage.py).
+    To each side it is the farther of two: Student's t, and Hall's (1992, J. R. Statist. Soc. B 54, 221-228) of the same, which
+    allows for skewness. Margins can be very skewed (what a circuit leaves out may matter for a few prompts): Student's t alone
+    covers 89 % where a few prompts in a hundred make the mean, and neither is far too wide (tests/circuits/test_measure.py).
     """
     n, t = values.shape[1], t_quantile(values.shape[1], level)
     student = torch.full_like(values[:, 0], t)
@@ -318,13 +314,9 @@ def _standard_error(values: Float[Tensor, "*circuit prompt"]) -> Float[Tensor, "
 def surface_name(sites: Iterable[str]) -> str:
     """These sites as a sentence names them."""
     names = list(sites)
-    return (
-        names[0]
-        if len(names) == 1
-        else f"the surface of {names[0]} and {len(names) - 1} more"
-        if names
-        else "the surface"
-    )
+    if len(names) < 2:
+        return names[0] if names else "the surface"
+    return f"the surface of {names[0]} and {len(names) - 1} more"
 
 
 def part_of(sites: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from swd_lens.base.errors import quoted
+from swd_lens.base.checks import bounded, one_of
 from swd_lens.base.figures import INK, new_figure, style
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import with_torch_defaults
@@ -90,20 +90,13 @@ class CircuitNull(Record):
         """Recovered and drop (logits) of the circuit, of the random ones mean, sd (n - 1) and best, how many of those
         do at least as well, and p.
         """
-        return pd.DataFrame(
-            [
-                {
-                    "measure": of,
-                    "circuit": self.rows[of].iloc[0],
-                    "random mean": self.rows[of].iloc[1:].mean(),
-                    "random sd": self.rows[of].iloc[1:].std(),
-                    "random best": self.rows[of].iloc[1:].max(),
-                    "as good": self._as_good(of),
-                    "p": self._p(of),
-                }
-                for of in MEASURES
-            ]
-        )
+        rows = []
+        for of in MEASURES:
+            random = self.rows[of].iloc[1:]
+            row = {"measure": of, "circuit": self.rows[of].iloc[0], "random mean": random.mean()}
+            row |= {"random sd": random.std(), "random best": random.max(), "as good": self._as_good(of)}
+            rows.append(row | {"p": self._p(of)})
+        return pd.DataFrame(rows)
 
     def plot(self):
         """Every random circuit, in ascending order, and the circuit in question as a line; a matplotlib Figure."""
@@ -176,10 +169,8 @@ def circuit_null(
     Warns:
         UndefinedSufficiencyWarning: the mean margin with all units is not positive.
     """
-    if n < 1:
-        raise ValueError(f"n={n}: a null needs at least one random circuit; the smallest possible p is 1 / (n + 1)")
-    if match not in MATCHES:
-        raise ValueError(f"match must be one of {MATCHES}, got {quoted(match)}")
+    bounded("n, the number of random circuits,", n, 1)
+    one_of("match", match, MATCHES)
     split = task.test if isinstance(task, Task) else task
     units = UnitSet.of(model, factors)
     how: dict[str, Any] = {"ablation": ablation, "batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
@@ -190,9 +181,8 @@ def circuit_null(
         subject = curve.circuit_at(recovered=recovered, sufficiency=sufficiency)
     elif isinstance(circuit, Circuit):
         subject = circuit
-    elif not 0 <= circuit <= scores.n_units:
-        raise ValueError(f"n_units must lie in 0 .. {scores.n_units}, got {circuit}")
     else:
+        bounded("circuit=, a number of units,", circuit, 0, scores.n_units)
         subject = Circuit.of(units, scores, scores.ranking()[:circuit], kind="prefix")
 
     pool = _Pool.of(subject, match)
@@ -206,10 +196,14 @@ def circuit_null(
     # A drop is what ablation takes off the margin with all units.
     q_full = float(rows["drop"].iloc[0] + rows["q ablate"].iloc[0])
     settings = {
-        **{"match": match, "n": n, "seed": seed, "ablation": ablation},
-        **{"test_split": split.name, "n_test": len(split)},
-        **{"pool units": len(pool.units), "stratum": pool.stratum, "circuit": dict(subject.provenance)},
+        "match": match,
+        "n": n,
+        "seed": seed,
+        "ablation": ablation,
+        "test_split": split.name,
+        "n_test": len(split),
     }
+    settings |= {"pool units": len(pool.units), "stratum": pool.stratum, "circuit": dict(subject.provenance)}
     return CircuitNull(rows, split.task, q_full, settings, (subject, *draws))
 
 
@@ -259,16 +253,14 @@ class _Pool:
         most = int(self.edges[self.members].sum())
         if self.stratum is None:
             return self._named(random_set(self.edges, most, generator))
-        tries = [self._like_members(generator) for _ in range(_TRIES)]
+        tries = []
+        for _ in range(_TRIES):
+            drawn = torch.zeros_like(self.members)
+            for start in range(0, len(drawn), self.stratum):  # as many units of each stratum as the circuit has there
+                inside = self.members[start : start + self.stratum]
+                drawn[start + torch.randperm(len(inside), generator=generator)[: int(inside.sum())]] = True
+            tries.append(drawn)
         return self._named(min(tries, key=lambda drawn: abs(int(self.edges[drawn].sum()) - most)))
-
-    def _like_members(self, generator: torch.Generator) -> Bool[Tensor, " unit"]:
-        """As many units of each stratum as the circuit has there."""
-        drawn = torch.zeros_like(self.members)
-        for start in range(0, len(self.members), self.stratum or 1):
-            inside = self.members[start : start + (self.stratum or 1)]
-            drawn[start + torch.randperm(len(inside), generator=generator)[: int(inside.sum())]] = True
-        return drawn
 
     def _named(self, drawn: Bool[Tensor, " unit"]) -> tuple[tuple[str, int], ...]:
         return tuple(self.units[i] for i in drawn.nonzero()[:, 0].tolist())

@@ -33,8 +33,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from swd_lens.base.checks import bounded, one_of
 from swd_lens.base.divergence import cross_entropy, log_probabilities
-from swd_lens.base.errors import legible, quoted
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
@@ -185,11 +185,10 @@ def per_token_use(
 
     Source: ours.
     """
-    for name, value, choices in (("by", by, BY), ("order", order, ORDERS)):
-        if value not in choices:
-            raise ValueError(f"{legible(name)} must be one of {choices}, got {quoted(value)}")
+    one_of("by", by, BY)
+    one_of("order", order, ORDERS)
     if not 0 < recovered < 1:
-        raise ValueError(f"recovered={recovered} is no part of a whole; give a number between 0 and 1, such as 0.9")
+        raise ValueError(f"recovered must be in (0, 1), such as 0.9, got {recovered}")
     rows = as_rows(tokens, model)
     require_no_dropout(model)
     if by == "loss":
@@ -212,27 +211,19 @@ def per_token_use(
         n_units = units.sizes if by == "output" else {next(iter(needed)): units.n_units}
     own = {"order": order} if by == "output" else {"grid": ks, "least": float(least)}
     settings = {"model": str(model.cfg.model_name), "rows": len(rows), "row_length": rows.shape[1], **own}
-    beside = {} if circuit is None else {site: _members(circuit, site, by) for site in n_units}
+    members = [] if circuit is None else [site for site, _ in circuit.units]
+    counts = {site: len(members) if by == "loss" else members.count(site) for site in n_units}
+    beside = {} if circuit is None else counts
     return PerTokenUse(needed, n_units, float(recovered), by, beside, settings | standing_hooks(model))
 
 
-def _members(circuit: Circuit, site: str, by: str) -> int:
-    return sum(by == "loss" or at == site for at, _ in circuit.units)
-
-
 def _grid(grid: Sequence[int] | None, n_units: int) -> list[int]:
-    """Numbers of units to try, rising, all units the last one.
-
-    Raises:
-        ValueError: what is no such number.
-    """
+    """Numbers of units to try, rising, all units the last one; a ValueError where one is no such number."""
     if grid is None:
         grid = [k for i in range(n_units.bit_length()) for k in (2**i, 3 * 2**i) if k <= n_units]
-    if wrong := [k for k in grid if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= n_units]:
-        raise ValueError(
-            f"grid has {quoted(wrong[0])}, which is no number of units: give whole numbers in 1 .. {n_units}"
-        )
-    return sorted({*grid, n_units})
+    for k in grid:
+        bounded("a number of units in grid=", k, 1, n_units)
+    return sorted({*map(int, grid), n_units})
 
 
 # ---------------------------------------------------------------------------------------------- activations
@@ -248,7 +239,7 @@ class _Activations:
         self._kept: list[Mapping[str, Tensor]] = []
 
     def batches(self, label: str) -> Iterator[tuple[Tensor, Mapping[str, Float[Tensor, "batch _pos _unit"]]]]:
-        """Rows and z at every site."""
+        """Each batch's rows, with z at every site."""
         for i, batch in enumerate(self.split(label)):
             if i < len(self._kept):
                 z = self._kept[i]
@@ -292,7 +283,7 @@ def _by_output(
 def _written(
     host: Host, units: UnitSet, site: Site, moved: Float[Tensor, "batch pos unit"], mean: Float[Tensor, " unit"]
 ) -> Float[Tensor, "unit d_out"]:
-    """What one of each unit adds to the site's output.
+    """Write vectors: what one of each unit adds to the site's output.
 
     Raises:
         ValueError: an encode/decode pair that writes anything else than the sum over its units.
@@ -404,7 +395,7 @@ def _by_size(
 def _by_loss(
     activations: _Activations, means: Mapping[str, Tensor], recovered: float, least: float, grid: Sequence[int]
 ) -> dict[str, Int[Tensor, "_row _pos"]]:
-    """Of all units together, by the smallest k of the grid.
+    """The smallest k of the grid that suffices at each position, counted over all units together.
 
     Raises:
         ValueError: there is no token that the units help by `least`.
@@ -441,7 +432,11 @@ def _of_rows(
 
     def kept(k: int) -> Float[Tensor, "rows prediction"]:
         """CE where every position has its first k units, and all others are at their means."""
-        hooks = [(site.hook_name, _keeping(ranks[site.name] < k, means[site.name])) for site in units.sites]
+
+        def keeping(mask: Tensor, mean: Float[Tensor, " unit"]) -> Callable[..., Tensor]:
+            return lambda z, hook: torch.where(mask.to(z.device), z, mean.to(z))
+
+        hooks = [(site.hook_name, keeping(ranks[site.name] < k, means[site.name])) for site in units.sites]
         with torch.no_grad(), predictions.host.model.hooks(fwd_hooks=hooks):
             return _cross_entropies(predictions, rows, predictions.run(rows, start))[1]
 
@@ -490,10 +485,6 @@ def _ranked(
     ranks.scatter_(2, order, torch.arange(order.shape[2], dtype=torch.int32).expand_as(order))
     sizes = [each.shape[2] for each in worth]
     return full, dict(zip([site.name for site in sites], ranks.split(sizes, 2), strict=True))
-
-
-def _keeping(mask: Tensor, mean: Float[Tensor, " unit"]) -> Callable[..., Tensor]:
-    return lambda z, hook: torch.where(mask.to(z.device), z, mean.to(z))
 
 
 def _cross_entropies(

@@ -17,10 +17,10 @@ from typing import Any
 import pandas as pd
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from swd_lens.base.errors import quoted
+from swd_lens.base.checks import one_of
 from swd_lens.base.figures import INK, literal, new_figure, style
-from swd_lens.circuits.curve import COSTS, CostCurve, mean_min_cost
-from swd_lens.circuits.measure import RECOVERED
+from swd_lens.circuits.measure import COSTS, RECOVERED
+from swd_lens.circuits.seeds import Curve, mean_min_cost
 
 AXES = {"recovered": "recovered of what is carried", "drop": "drop (logits)"}
 # A share outside this range says "not at all" or "overshoots" already; drawn whole it would flatten everything else.
@@ -31,8 +31,8 @@ _INCHES_PER_LINE = 0.17  # of text at that size
 _WIDE, _PANEL = 6.4, 2.7  # inches: of the whole figure at least, and of a task's panels
 
 
-def plot_curves(curves: Mapping[str, CostCurve], cost: str = "edges"):
-    """What prefixes recover (left) and their drop (right) against cost, one line per named curve; a matplotlib Figure."""
+def plot_curves(curves: Mapping[str, Curve], cost: str = "edges"):
+    """Draw what prefixes recover (left) and their drop (right) against cost, one line per named curve; a matplotlib Figure."""
     figure, axes = new_figure(1, 2)
     for ax, column in zip(axes[0], AXES, strict=True):
         draw_curves(ax, curves, column, cost, bands=True)
@@ -46,7 +46,7 @@ def plot_curves(curves: Mapping[str, CostCurve], cost: str = "edges"):
 
 def draw_curves(
     ax: Any,
-    curves: Mapping[str, CostCurve],
+    curves: Mapping[str, Curve],
     column: str,
     cost: str,
     *,
@@ -76,7 +76,7 @@ def draw_curves(
         ax.axhline(1.0, color=_GREY, linewidth=0.8)
 
 
-def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[CostCurve]]], cost: str = "edges", note: str = ""):
+def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[Curve]]], cost: str = "edges", note: str = ""):
     """The least cost of recovering each share (above) and of each drop (below); one column per task.
 
     Args:
@@ -87,8 +87,7 @@ def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[CostCurve]]], cost
     Raises:
         ValueError: an unknown cost.
     """
-    if cost not in COSTS:
-        raise ValueError(f"cost must be one of {COSTS}, got {quoted(cost)}")
+    one_of("cost", cost, COSTS)
     width = max(_PANEL, _WIDE / len(panels))
     figure, axes = new_figure(2, len(panels), width=width, height=2.3)
     drawn: dict[str, Any] = {}
@@ -113,7 +112,7 @@ def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[CostCurve]]], cost
     return figure
 
 
-def _legend(figure: Any, drawn: Mapping[str, Any], methods: Mapping[str, Sequence[CostCurve]], inches: float) -> int:
+def _legend(figure: Any, drawn: Mapping[str, Any], methods: Mapping[str, Sequence[Curve]], inches: float) -> int:
     """Every method's line beside its name, below the panels; as many in a row as the names leave room for.
 
     Returns:
@@ -133,7 +132,7 @@ def _legend(figure: Any, drawn: Mapping[str, Any], methods: Mapping[str, Sequenc
     return rows * max(1 + label.count("\n") for label in labels)
 
 
-def _draw_frontiers(ax: Any, methods: Mapping[str, Sequence[CostCurve]], of: str, cost: str) -> dict[str, Any]:
+def _draw_frontiers(ax: Any, methods: Mapping[str, Sequence[Curve]], of: str, cost: str) -> dict[str, Any]:
     """One panel; legend label -> the line drawn."""
     lines: dict[str, Any] = {}
     reached: list[float] = []

@@ -11,6 +11,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -36,7 +37,7 @@ _EVALUATION: Mapping[str, Any] = {"random_sets": 0}
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is run for every replacement.
+    """The runs for every replacement.
 
     Attributes:
         tokens: held-out text for fidelity; None measures none.
@@ -59,10 +60,14 @@ class Protocol:
     on_step: Callable[[str], None] = lambda text: None
     dense: DenseCache = field(default_factory=DenseCache)
 
+    def key_of(self, *what: str) -> Key:
+        """Key of one of its parts."""
+        return (*self.key, *what)
+
 
 @dataclass
 class Outcomes:
-    """What the protocol gives: by name of a replacement; scores also by (task, positions), curves by ablation besides."""
+    """Results by name of a replacement; scores also by (task, positions), curves by ablation besides."""
 
     fidelities: dict[str, Fidelity]
     scores: dict[tuple[str, str], dict[str, UnitScores]] = field(default_factory=lambda: defaultdict(dict))
@@ -113,17 +118,13 @@ def _groups(
 
 
 def _keys(protocol: Protocol, name: str, measured: Mapping[str, Fidelity]) -> Iterator[Key]:
-    """Of every part of one replacement."""
+    """Keys of every part of one replacement."""
     if protocol.tokens is not None and name not in measured:
-        yield _fidelity_key(protocol, name)
+        yield protocol.key_of("fidelity", name)
     for task, where in product(protocol.tasks, protocol.positions):
-        yield (*protocol.key, "scores", name, task.name, where)
+        yield protocol.key_of("scores", name, task.name, where)
         for kind in protocol.ablations:
-            yield (*protocol.key, "curve", name, task.name, where, kind)
-
-
-def _fidelity_key(protocol: Protocol, name: str) -> Key:
-    return (*protocol.key, "fidelity", name)
+            yield protocol.key_of("curve", name, task.name, where, kind)
 
 
 def _measure(protocol: Protocol, group: Mapping[str, UnitSet | None], outcomes: Outcomes) -> None:
@@ -131,7 +132,7 @@ def _measure(protocol: Protocol, group: Mapping[str, UnitSet | None], outcomes: 
     if protocol.tokens is None:
         return
     names = [name for name in group if name not in outcomes.fidelities]
-    missing = {name: group[name] for name in names if _fidelity_key(protocol, name) not in protocol.parts}
+    missing = {name: group[name] for name in names if protocol.key_of("fidelity", name) not in protocol.parts}
     new: dict[str, Fidelity] = {}
     if missing:
         protocol.on_step(f"fidelity of {', '.join(missing)}")
@@ -140,8 +141,9 @@ def _measure(protocol: Protocol, group: Mapping[str, UnitSet | None], outcomes: 
         if protocol.parts.folder is None:
             outcomes.fidelities[name] = new[name]
         else:
+            key = protocol.key_of("fidelity", name)
             outcomes.fidelities[name] = protocol.parts.values(
-                _fidelity_key(protocol, name), lambda name=name: new[name].as_dict(), Fidelity.from_dict
+                key, lambda name=name: new[name].as_dict(), Fidelity.from_dict
             )
 
 
@@ -149,22 +151,13 @@ def _circuits(protocol: Protocol, name: str, units: UnitSet | None, outcomes: Ou
     """Scores and curves of one replacement."""
     model, parts, shared = protocol.model, protocol.parts, {"progress": protocol.progress, "dense": protocol.dense}
     for task, where in product(protocol.tasks, protocol.positions):
-        ranked = kept_scores(
-            parts,
-            (*protocol.key, "scores", name, task.name, where),
-            lambda task=task, where=where: attribute(
-                model, units, task, **{**shared, **protocol.attribution, "positions": where}
-            ),
-            units,
-        )
+        how = {**shared, **protocol.attribution, "positions": where}
+        score = partial(attribute, model, units, task, **how)
+        ranked = kept_scores(parts, protocol.key_of("scores", name, task.name, where), score, units)
         outcomes.scores[task.name, where][name] = ranked
         for kind in protocol.ablations:
-            outcomes.curves[task.name, where, kind][name] = kept_curve(
-                parts,
-                (*protocol.key, "curve", name, task.name, where, kind),
-                ranked,
-                lambda task=task, ranked=ranked, kind=kind: evaluate(
-                    model, units, task, ranked, **{**shared, **_EVALUATION, **protocol.evaluation, "ablation": kind}
-                ),
-            )
+            how = {**shared, **_EVALUATION, **protocol.evaluation, "ablation": kind}
+            measure, key = partial(evaluate, model, units, task, ranked, **how), (name, task.name, where, kind)
+            curve = kept_curve(parts, protocol.key_of("curve", *key), ranked, measure)
+            outcomes.curves[task.name, where, kind][name] = curve
         bar.update()

@@ -25,17 +25,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import legible, quoted
+from swd_lens.base.checks import bounded, one_of
+from swd_lens.base.errors import legible
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.bits import unit_bits_of
 from swd_lens.circuits.circuit import Circuit
-from swd_lens.circuits.curve import COSTS
 from swd_lens.circuits.evaluate import evaluate_circuits, prefix_grid
 from swd_lens.circuits.fast_forward import Masks
 from swd_lens.circuits.interventions import InterventionRunner
-from swd_lens.circuits.measure import Margins, Threshold, by_content, contents_of, t_quantile
+from swd_lens.circuits.measure import COSTS, Margins, Threshold, by_content, contents_of, t_quantile
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.hosts.recording import standing_hooks
@@ -140,24 +140,20 @@ def refine(
         ValueError: an unknown cost, scores of other factors, or a threshold that no prefix can be expected to reach (or that is
             undefined: these units carry nothing on the search's prompts, or the margin is not positive).
     """
-    if cost not in COSTS:
-        raise ValueError(f"cost must be one of {COSTS}, got {quoted(cost)}")
+    one_of("cost", cost, COSTS)
     threshold, end = Threshold.given(recovered=recovered, sufficiency=sufficiency), time.monotonic() + seconds
-    if max_prompts < 1:
-        raise ValueError(f"max_prompts must be at least 1, got {max_prompts}")
+    bounded("max_prompts", max_prompts, 1)
     split = (task.train if isinstance(task, Task) else task).first(max_prompts)
     require_no_dropout(model)
     with attach(model, factors) as attachment:
         edges, bits, host = attachment.factors.active_edges, unit_bits_of(attachment.factors), host_of(model)
         how: dict[str, Any] = {"tokens_per_forward": tokens_per_forward, "keep": True}
-        search = _Search(
-            InterventionRunner(host, attachment, split, scores, ablation, **how), scores, edges, cost, threshold
-        )
+        runner = InterventionRunner(host, attachment, split, scores, ablation, **how)
+        search = stop = _Search(runner, scores, edges, cost, threshold)
         search.end = end
-        stop = search
         if isinstance(task, Task):
-            bench = InterventionRunner(host, attachment, task.validation, scores, ablation, **how)
-            stop = _Search(bench, scores, edges, cost, threshold, search, len(set(contents_of(task.test))))
+            runner = InterventionRunner(host, attachment, task.validation, scores, ablation, **how)
+            stop = _Search(runner, scores, edges, cost, threshold, search, len(set(contents_of(task.test))))
         prefix = _best_prefix(stop)
         tried = _searched(search, stop, prefix, rounds, progress)
         best = stop.cheapest(torch.stack(tried))
@@ -166,16 +162,15 @@ def refine(
         values = {"train": search.values(both), "validation": stop.values(both)}
     named = {name: {"prefix": float(of[0]), "refined": float(of[1])} for name, of in values.items()}
     about = {"cost": cost, threshold.of: threshold.value, "ablation": ablation, "n_train": len(split)}
-    about |= {"n_validation": len(stop.bench.split), **standing_hooks(model)}
+    about |= {"n_validation": len(stop.runner.split), **standing_hooks(model)}
     circuits = {
         kind: Circuit(search.units(kept), scores, edges, {"kind": kind, **about}, bits)
         for kind, kept in (("prefix", prefix), ("refined", best))
     }
     test = pd.DataFrame()
     if isinstance(task, Task):
-        test = evaluate_circuits(
-            model, factors, task, circuits, ablation=ablation, tokens_per_forward=tokens_per_forward
-        )
+        how = {"ablation": ablation, "tokens_per_forward": tokens_per_forward}
+        test = evaluate_circuits(model, factors, task, circuits, **how)
     how = {"test": test, "target": float(threshold.value), "of": threshold.of}
     return Refinement(circuits["prefix"], circuits["refined"], named["train"], named["validation"], **how)
 
@@ -187,7 +182,7 @@ def _best_prefix(stop: "_Search") -> Bool[Tensor, " unit"]:
     good = stop.good(stop.prefixes_of(lengths)).nonzero()[:, 0]
     if not len(good):
         raise ValueError(
-            f"no prefix can be expected to reach {legible(stop.threshold)} on further prompts: {len(stop.bench.split)} "
+            f"no prefix can be expected to reach {legible(stop.threshold)} on further prompts: {len(stop.runner.split)} "
             "prompts are too few, or what they show is too different; ask for less, or take more prompts"
         )
     best = stop.cheapest(stop.prefixes_of(stop.filled(lengths, int(good[0]))))
@@ -199,10 +194,8 @@ def _searched(
     search: "_Search", stop: "_Search", prefix: Bool[Tensor, " unit"], rounds: int, progress: bool
 ) -> list[Bool[Tensor, " unit"]]:
     """The prefix and the circuits of several searches, each at the target that the outcome of the last one asks for."""
-    tried, highest = (
-        [prefix],
-        float(search.values(search.prefixes_of(torch.tensor(prefix_grid(len(search.ranking))))).max()),
-    )
+    grid = torch.tensor(prefix_grid(len(search.ranking)))
+    tried, highest = [prefix], float(search.values(search.prefixes_of(grid)).max())
     # On one split alone there is nothing to allow for.
     target = search.threshold.value if search is stop else float(search.values(prefix[None])[0])
     n_searches = 1 if search is stop else _SEARCHES
@@ -221,16 +214,12 @@ def _searched(
     return tried
 
 
-def _nobody_listens(text: str) -> None:
-    """Where no bar is shown."""
-
-
 class _Search:
     """Sets of units as boolean vectors over all units, in the order of the ranking, on the prompts of one split."""
 
     def __init__(
         self,
-        bench: InterventionRunner,
+        runner: InterventionRunner,
         scores: UnitScores,
         edges: Mapping[str, Int[Tensor, " _unit"]],
         cost: str,
@@ -243,9 +232,10 @@ class _Search:
             others: further prompts that say how much contents differ.
             n_further: contents of the prompts that its circuits will be judged on; 0: these very prompts.
         """
-        self.bench, self.threshold, self.target, self.ranking = bench, threshold, threshold.value, scores.ranking()
-        self.end, self.tell = math.inf, _nobody_listens  # no step begins later; hears of each one
-        self.others, self.n_further, self.contents = others, n_further, contents_of(bench.split)
+        self.runner, self.threshold, self.target, self.ranking = runner, threshold, threshold.value, scores.ranking()
+        # No step begins later than `end`; `tell` hears of each one.
+        self.end, self.tell = math.inf, lambda text: None
+        self.others, self.n_further, self.contents = others, n_further, contents_of(runner.split)
         ones = torch.ones(len(self.ranking), dtype=torch.int64)
         self.costs = torch.tensor([int(edges[site][unit]) for site, unit in self.ranking]) if cost == "edges" else ones
         # Units without edges cost nothing and do nothing but their constant; dividing by their cost must still work.
@@ -271,7 +261,7 @@ class _Search:
         return (self._margins(kept).mean(1) - self.zero) / self.whole
 
     def over(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, " circuit"]:
-        """How far circuits are above the threshold, in logits, less what other prompts may take off that.
+        """How far circuits are surely above the threshold on other prompts, in logits.
 
         A one-sided 95 % prediction bound of the mean over `n_further` contents. What contents differ by is pooled over these
         prompts and the others: a validation split may have four names.
@@ -301,19 +291,19 @@ class _Search:
         return self.over(kept) >= -_ROUNDING * self.whole
 
     def cheapest(self, kept: Bool[Tensor, "circuit unit"]) -> Bool[Tensor, " unit"] | None:
-        """Of those that are good enough."""
+        """The cheapest of those that are good enough; None where none is."""
         good = kept[self.good(kept)]
         return min(good, key=lambda each: (self.price(each), int(each.sum())), default=None)
 
     def short(self, kept: Bool[Tensor, " unit"]) -> float:
-        """How much more a circuit would have to reach, in units of the threshold's value; negative where it reaches enough."""
+        """How far a circuit falls short, in units of the threshold's value; negative where it reaches enough."""
         return -float(self.over(kept[None])[0]) / self.whole
 
     def _margins(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, "circuit prompt"]:
         def masks(chunk: slice) -> Masks:
             return {site: ~kept[chunk][:, places] for site, places in self.places.items()}
 
-        return self.bench.run(len(kept), masks)[0].margins
+        return self.runner.run(len(kept), masks)[0].margins
 
     def prefixes(self) -> Bool[Tensor, "circuit unit"]:
         """All prefixes of the grid, and some between the last that does not reach the target and the first that does."""
@@ -333,7 +323,7 @@ class _Search:
     def at(self, target: float, start: Bool[Tensor, " unit"], rounds: int) -> list[Bool[Tensor, " unit"]]:
         """The circuits that a search at this target passes on these prompts, from `start` or the best prefix on.
 
-        None where neither reaches it.
+        Empty where neither reaches it.
         """
         self.target = target
         begin = torch.cat([start[None], self.prefixes()])

@@ -30,11 +30,10 @@ def require_finite(what: str, values: Mapping[str, Float[Tensor, "*_row _unit"]]
     for site, of_site in values.items():
         bad = ~of_site.isfinite()
         if bool(bad.any()):
-            unit, value = int(bad.nonzero()[0, -1]), float(of_site[bad][0])
-            its_unit = f"{site}/{unit}"
+            unit, value = f"{site}/{int(bad.nonzero()[0, -1])}", float(of_site[bad][0])
             raise ValueError(
-                f"{what} of {legible(its_unit)} is {value}: an activation or a gradient overflows. Run the host in float32, "
-                "or look at that unit's read and write"
+                f"{what} of {legible(unit)} is {value}: an activation or a gradient overflows. Run the host in float32, or "
+                "look at that unit's read and write"
             )
 
 
@@ -78,14 +77,10 @@ class UnitScores(Record):
         there is one per position).
         """
         means = {site: mean if mean.ndim == 1 else mean[-1] for site, mean in self.means.items()}
-        rows = [
-            {"unit": f"{site}/{unit}", "score": float(self.scores[site][unit]), "mean z": float(means[site][unit])}
-            for site, unit in self.ranking()[:n]
-        ]
-        table = pd.DataFrame(rows)
-        for i, (name, column) in enumerate(self.head_columns(self.ranking()[:n]).items(), 1):
-            table.insert(i, name, column)
-        return table
+        best = self.ranking()[:n]
+        columns = {"unit": [f"{site}/{unit}" for site, unit in best], **self.head_columns(best)}
+        columns |= {"score": [float(self.scores[site][unit]) for site, unit in best]}
+        return pd.DataFrame(columns | {"mean z": [float(means[site][unit]) for site, unit in best]})
 
     def head_columns(self, units: Sequence[tuple[str, int]]) -> dict[str, list[Any]]:
         """Columns "head" and "head share" of these units, for a table; none where no site of theirs has heads."""

@@ -7,14 +7,15 @@
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 import torch
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import legible, quoted
+from swd_lens.base.checks import bounded, one_of
+from swd_lens.base.errors import legible
 from swd_lens.base.figures import heatmap, literal, new_figure
 from swd_lens.base.record import PlainRecord, SavedRecord
 from swd_lens.base.surroundings import with_torch_defaults
@@ -23,7 +24,6 @@ from swd_lens.circuits.screen_runs import ScreenRuns, replaceable
 from swd_lens.hosts import host_of, require_no_dropout, sites_of
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern, base_kind, kind_order, split_name
-from swd_lens.tasks.split import TaskSplit
 from swd_lens.tasks.task import Task
 
 POSITIONS = ("scoring", "all", "each")
@@ -65,12 +65,12 @@ class TaskScreen(PlainRecord):
 
     @property
     def remark(self) -> str:
-        """What a reader should know before looking at circuits of this task; empty where the host does it well."""
+        """A warning before looking at circuits of this task; empty where the host does it well."""
         return remark_of(self.margin, self.right)
 
 
 def remark_of(margin: float | int, right: float | int) -> str:
-    """What a reader should know of a task that the dense host does with this mean margin, on this share of the prompts."""
+    """A warning of a task that the dense host does with this margin, on this share of the prompts; empty where it does well."""
     if margin <= 0:
         return "the dense model does not do this task: its mean margin is not positive"
     if right < WELL_DONE:
@@ -81,7 +81,7 @@ def remark_of(margin: float | int, right: float | int) -> str:
 @with_torch_defaults
 @dataclass(frozen=True, repr=False)
 class Screen(SavedRecord):
-    """What tasks need of a dense host.
+    """Sites and surfaces of a dense host that tasks need.
 
     Attributes:
         tasks: name -> `TaskScreen`.
@@ -137,7 +137,7 @@ class Screen(SavedRecord):
         return chosen
 
     def plot(self, tasks: Iterable[str] | None = None):
-        """What each site costs each task (None: all of them), a heat map of layers by kind per task; a matplotlib Figure."""
+        """Draw the cost of each site to each task (None: all tasks), a heat map of layers by kind; a matplotlib Figure."""
         shown = [self.tasks[name] for name in (self.tasks if tasks is None else tasks)]
         kinds = sorted({split_name(name)[1] for name in self.sites}, key=kind_order)
         n_layers = 1 + max((split_name(name)[0] for name in self.sites), default=0)
@@ -193,11 +193,7 @@ def skill(model: Any, tasks: Task | Sequence[Task], *, batch_size: int = 64) -> 
     rows = []
     for task in [tasks] if isinstance(tasks, Task) else tasks:
         task.test.require_host(model)
-        outcome = Outcome.empty(1, len(task.test))
-        with torch.no_grad():
-            for bucket in task.test.buckets(batch_size):
-                logits = host.last_logits(bucket.tokens, token_ids=bucket.token_ids)
-                outcome.put(torch.zeros(1, dtype=torch.int64), bucket, logits[None])
+        outcome = Outcome.of_host(host, task.test, batch_size)
         rows.append(_task_screen(task.name, outcome, (), outcome))
     return _skill_table(rows)
 
@@ -236,16 +232,9 @@ def screen(
     """
     host = host_of(model)
     require_no_dropout(model)
-    if positions not in POSITIONS:
-        raise ValueError(
-            f'positions={quoted(positions)}: outputs are replaced at the "scoring" position, at "all", or at "each" '
-            "by its own mean"
-        )
-    if min(n_prompts, batch_size, tokens_per_forward) < 1:
-        raise ValueError(
-            f"n_prompts={n_prompts}, batch_size={batch_size}, tokens_per_forward={tokens_per_forward}: each must be at "
-            "least 1"
-        )
+    one_of("positions", positions, POSITIONS)
+    for name, n in (("n_prompts", n_prompts), ("batch_size", batch_size), ("tokens_per_forward", tokens_per_forward)):
+        bounded(name, n, 1)
     of_sites = sites_of(host, sites)
     if surfaces is None:
         kinds = dict.fromkeys(base_kind(site.kind) for site in sorted(of_sites, key=lambda s: kind_order(s.kind)))
@@ -268,27 +257,17 @@ def screen(
     screened, fast_forward, hooks = {}, {}, standing_hooks(model)
     with torch.no_grad(), replaceable(host, list(every.values())) as outputs:
         for task in listed:
-            runs = ScreenRuns(host, outputs, _first(task.train, n_prompts), positions, batch_size, tokens_per_forward)
+            runs = ScreenRuns(host, outputs, task.train.first(n_prompts), positions, batch_size, tokens_per_forward)
             dense, outcome = runs.screen(interventions, f"screen {task.name}" if progress else None)
             screened[task.name] = _task_screen(task.name, dense, interventions, outcome)
             fast_forward[task.name] = runs.fast_forward
-    settings = {
-        "swd_lens": __version__,
-        "model": str(model.cfg.model_name),
-        "positions": positions,
-        "prompts": {task.name: screened[task.name].prompts for task in listed},
-        "sources": {task.name: task.source for task in listed},
-        "prepend_bos": {task.name: task.prepend_bos for task in listed},
-        "fast_forward": fast_forward,
-        **hooks,
-    }
+    settings: dict[str, Any] = {"swd_lens": __version__, "model": str(model.cfg.model_name), "positions": positions}
+    settings["prompts"] = {task.name: screened[task.name].prompts for task in listed}
+    for name, of in (("sources", "source"), ("prepend_bos", "prepend_bos")):
+        settings[name] = {task.name: getattr(task, of) for task in listed}
+    settings |= {"fast_forward": fast_forward, **hooks}
     names = {label: tuple(site.name for site in group) for label, group in of_surfaces.items()}
     return Screen(screened, tuple(site.name for site in of_sites), names, settings)
-
-
-def _first(split: TaskSplit, n: int) -> TaskSplit:
-    listed = ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")
-    return replace(split, **{name: getattr(split, name)[:n] for name in listed})
 
 
 def _task_screen(task: str, dense: Outcome, interventions: Iterable[str], outcome: Outcome) -> TaskScreen:

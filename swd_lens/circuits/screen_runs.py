@@ -7,6 +7,7 @@
 4. Before that, a few prompts are run plainly and by these shortcuts; where they differ, the plain way is taken.
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,16 +20,15 @@ from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.progress import tqdm
 from swd_lens.base.undo import Undo
-from swd_lens.circuits.interventions import Outcome
+from swd_lens.circuits.interventions import Outcome, at_once
 from swd_lens.hosts import Host, Start
-from swd_lens.hosts.predictions import gives, same_logits
 from swd_lens.hosts.recording import recording, require_seen
 from swd_lens.hosts.sites import Site
+from swd_lens.hosts.verified import verified
 from swd_lens.tasks.split import Bucket, TaskSplit
 from swd_lens.units import require_detached
 
 _CHECKED_PROMPTS = 4
-_LOGITS_AT_ONCE = 2**26  # a quarter of a gigabyte in float32
 
 
 class Output(nn.Module):
@@ -110,7 +110,7 @@ class ScreenRuns:
 
     @property
     def fast_forward(self) -> list[str]:
-        """What runs leave out, by name."""
+        """Names of what runs leave out."""
         return ["start"] * self.starts + ["prefix"] * self.keeps_prefix
 
     def screen(
@@ -120,29 +120,35 @@ class ScreenRuns:
         dense = Outcome.empty(1, len(self.split))
         layers = sorted({min(site.layer for site in sites) for sites in interventions.values()})
         buckets = list(self.split.buckets(self.batch_size))
-        if self.keeps_prefix:
-            self.keeps_prefix = self._prefix_agrees(buckets[-1])
+        if self.keeps_prefix:  # the longest prompts: a host may attend both ways
+            few, last = buckets[-1].tokens[:_CHECKED_PROMPTS], self.host.last_logits
+            prefix = self.host.freeze_prefix(few)
+            self.keeps_prefix = prefix is not None and verified(lambda: last(few, prefix), last(few))
         prepared = [self._prepare(bucket, layers, dense) for bucket in buckets]
-        require_seen([site for sites in interventions.values() for site in sites], self._averaged(), "output")
+        averaged = {name for name, output in self.outputs.items() if output.counted}
+        require_seen([site for sites in interventions.values() for site in sites], averaged, "output")
         for output in self.outputs.values():
             output.mean = torch.as_tensor(output.sums) / torch.as_tensor(output.n).clamp(min=1)
-        groups = {
-            layer: [name for name, sites in interventions.items() if min(site.layer for site in sites) == layer]
-            for layer in layers
-        }
-        if not self._starts_agree(prepared[-1], interventions):
+        first = {name: min(site.layer for site in sites) for name, sites in interventions.items()}
+        groups = {layer: [name for name, begins in first.items() if begins == layer] for layer in layers}
+        # Interventions of a layer in the middle, from that layer and from the tokens on.
+        singles = [sites for sites in interventions.values() if len(sites) == 1] or list(interventions.values())
+        middle = min(site.layer for site in singles[len(singles) // 2])
+        tried = [sites for sites in singles if min(site.layer for site in sites) == middle][-2:]
+        run = functools.partial(self._logits, prepared[-1], middle, tried)
+        if not verified(run, run(plainly=True), shortcut=self.fast_forward):
             self.starts = self.keeps_prefix = False
         places = {name: row for row, name in enumerate(interventions)}
         outcome = Outcome.empty(len(interventions), len(self.split))
         steps = [(each, layer) for each in prepared for layer in layers]
         for each, layer in tqdm(steps, desc=described, unit="layer", disable=described is None, leave=False):
-            for names in self._together(each, groups[layer]):
+            length = 1 if each.prefix is not None and self.keeps_prefix else each.bucket.tokens.shape[1]
+            most = at_once(each.bucket, length, self.tokens_per_forward, whole=each.bucket.token_ids is None)
+            for i in range(0, len(groups[layer]), most):
+                names = groups[layer][i : i + most]
                 logits = self._logits(each, layer, [interventions[name] for name in names])
                 outcome.put(torch.tensor([places[name] for name in names]), each.bucket, logits)
         return dense, outcome
-
-    def _averaged(self) -> set[str]:
-        return {name for name, output in self.outputs.items() if output.counted}
 
     def _prepare(self, bucket: Bucket, layers: Sequence[int], dense: Outcome) -> _Prepared:
         """Run a bucket once: its dense margins, its share of the means, and what enters the blocks."""
@@ -160,17 +166,6 @@ class ScreenRuns:
             for layer, name in names.items()
         }
         return _Prepared(bucket, prefix, residuals)
-
-    def _together(self, prepared: _Prepared, names: Sequence[str]) -> Iterator[Sequence[str]]:
-        """Interventions that run at once."""
-        bucket = prepared.bucket
-        length = 1 if prepared.prefix is not None and self.keeps_prefix else bucket.tokens.shape[1]
-        at_once = self.tokens_per_forward // (len(bucket.index) * length)
-        if bucket.token_ids is None:
-            at_once = min(at_once, _LOGITS_AT_ONCE // (len(bucket.index) * bucket.d_vocab))
-        at_once = max(1, at_once)
-        for i in range(0, len(names), at_once):
-            yield names[i : i + at_once]
 
     def _logits(
         self, prepared: _Prepared, layer: int, interventions: Sequence[Sequence[Site]], plainly: bool = False
@@ -193,19 +188,3 @@ class ScreenRuns:
             for output in self.outputs.values():
                 output.rows = []
         return logits.view(times, batch, -1)
-
-    # ------------------------------------------------------------------------------------------ shortcuts
-
-    def _prefix_agrees(self, bucket: Bucket) -> bool:
-        """Whether the longest prompts give the same logits with their prefix kept (a host may attend both ways)."""
-        tokens = bucket.tokens[:_CHECKED_PROMPTS]
-        prefix = self.host.freeze_prefix(tokens)
-        return prefix is not None and same_logits(self.host.last_logits(tokens, prefix), self.host.last_logits(tokens))
-
-    def _starts_agree(self, prepared: _Prepared, interventions: Mapping[str, Sequence[Site]]) -> bool:
-        """Whether the interventions of a layer in the middle give what they give from the tokens on."""
-        singles = [sites for sites in interventions.values() if len(sites) == 1] or list(interventions.values())
-        middle = min(site.layer for site in singles[len(singles) // 2])
-        tried = [sites for sites in singles if min(site.layer for site in sites) == middle][-2:]
-        plain = self._logits(prepared, middle, tried, plainly=True)
-        return gives(plain, lambda: self._logits(prepared, middle, tried), shortcut=self.fast_forward)

@@ -8,14 +8,13 @@ compute their weighted sums by `torch.nn.functional.scaled_dot_product_attention
 1. Every other module runs as it is, every other hook point shows what it showed, and attached units run as they do.
 2. A layer looks at every forward whether somebody hooks what would not be computed, and whether the tokens are padded; then it
    runs plainly. What its attention does beyond scores, causal mask and softmax (caps, biases, sinks) is never fused.
-3. One row is run plainly and fused before it is used; where logits differ by more than `AGREES`, all stays plain.
+3. One row is run plainly and fused before it is used; where logits differ (verified.py), all stays plain.
 4. It begins where the scores of one row have `MIN_SCORES` numbers. Below, at prompts of a few dozen tokens, attention is a small
    part of a forward (SmolLM2, 64 prompts of 24 tokens: HookedTransformer 1.12 of transformers' time, bridge 1.03), and all
    stays as it is, to the bit. That depends on the number of heads and positions alone, not on the machine.
 """
 
 import math
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,14 +27,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformer_lens.hook_points import HookPoint
 
-from swd_lens.base.errors import callers_level
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host
-from swd_lens.hosts.predictions import attempt
 from swd_lens.hosts.recording import standing_hooks
+from swd_lens.hosts.verified import verified
 
 MIN_SCORES = 2**18  # n_heads x positions^2: 171 positions of nine heads
-AGREES = 1e-5  # of the largest logit
 _CHECKED_SCORES = 2**24  # of the row that is run both ways: 1,365 positions of nine heads
 _CHECKED_POSITIONS = 64  # whose logits are compared, the last ones
 
@@ -74,18 +71,16 @@ def _fuses(host: Host, tokens: Tensor, undo: Undo) -> bool:
     few = tokens[:1, : max(2, min(tokens.shape[1], math.isqrt(_CHECKED_SCORES // cfg.n_heads)))]
     agreed = _AGREED.setdefault(host.model, {})
     if agreed.get(dtype, 0) < few.shape[1]:
-        difference = _difference(host, few, undo)  # and the host is plain again
-        if difference is None:
-            return False
-        if not difference <= max(AGREES, 8 * torch.finfo(dtype).eps):  # nor where it is NaN
-            warnings.warn(
-                UserWarning(
-                    f"this host gives other logits (by up to {difference:.2g} of the largest) when its attention is fused "
-                    "than when it is not, so it will not be: slower, but right. Please report the model"
-                ),
-                stacklevel=callers_level(),
-            )
-            return False
+
+        def fused() -> Tensor:
+            try:
+                return _last_logits(host, few)
+            finally:
+                undo.run()  # and the host is plain again
+
+        with torch.no_grad():
+            if not verified(fused, lambda: _last_logits(host, few), shortcut="fused attention"):
+                return False
         if not standing_hooks(host.model):  # a layer that somebody looked into was not fused
             agreed[dtype] = few.shape[1]
         host.fuse_attention(undo.push)
@@ -94,23 +89,9 @@ def _fuses(host: Host, tokens: Tensor, undo: Undo) -> bool:
     return True
 
 
-@torch.no_grad()
-def _difference(host: Host, tokens: Tensor, undo: Undo) -> float | None:
-    """The largest difference of a fused host's logits from those of the plain one that the undo leaves, in largest logits; None
-    where the fused one fails: the layer asks for what it does not give."""
-    try:
-        fused = attempt(lambda: _last_logits(host, tokens), "fused attention")
-    finally:
-        undo.run()
-    if fused is None:
-        return None
-    plain = _last_logits(host, tokens)
-    return float((fused - plain).abs().max() / plain.abs().max())
-
-
 def _last_logits(host: Host, tokens: Tensor) -> Float[Tensor, "1 _pos vocab"]:
     residual = host.residual(tokens, len(host.model.blocks))
-    return host.unembed(tokens[:, -_CHECKED_POSITIONS:], residual[:, -_CHECKED_POSITIONS:]).float()
+    return host.unembed(tokens[:, -_CHECKED_POSITIONS:], residual[:, -_CHECKED_POSITIONS:])
 
 
 def _is_compiled(model: nn.Module) -> bool:

@@ -7,10 +7,9 @@ the vocabulary.
    a part's logits are made again on the way back, so that they are never all there either.
 
 Taking up at a block and unembedding apart are verified on a few tokens before they are trusted (`ends_in_whole_logits`); where
-a host gives other logits so, or fails, its runs are whole. `attempt` is how such a run is tried.
+a host gives other logits so, or fails, its runs are whole.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,14 +19,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from swd_lens.base.divergence import CHUNK_BYTES
-from swd_lens.base.errors import callers_level, legible
-from swd_lens.base.machine import is_out_of_memory
 from swd_lens.hosts import Host, Start
+from swd_lens.hosts.verified import verified
 
 TOKENS = 2_048  # of a forward, where its caller says nothing else
 _CHECKED = 32  # positions
-# Of the largest logit. The same sums in another order differ by 1e-6 of it in float32; a wrong shortcut by a good part of it.
-AGREES = 1e-4
 NO_TARGET = -1  # in place of a target, where a prediction does not count
 
 Measure = Callable[..., Tensor]
@@ -44,7 +40,7 @@ def ends_in_whole_logits(
         rounded: they may also differ by what the dtype of the host's logits rounds off.
         shortcut: what such runs are called in warnings; None: nobody is warned.
 
-    Raises and warns as `gives`.
+    Raises and warns as `verified`.
     """
     whole, half = host.run(few), -(-few.shape[1] // 2)
 
@@ -53,79 +49,7 @@ def ends_in_whole_logits(
         parts = [host.unembed(few[:, s], residual[:, s]) for s in (slice(0, half), slice(half, None))]
         return torch.cat(parts, 1)
 
-    return gives(whole, in_parts, rounded=rounded, shortcut=shortcut)
-
-
-def gives(plain: Tensor, run: Callable[[], Tensor], *, rounded: bool = True, shortcut: Any = None) -> bool:
-    """Whether a run that leaves something out gives the logits of a plain one.
-
-    Args:
-        rounded: they may also differ by what the dtype of the plain logits rounds off.
-        shortcut: what it leaves out, for the warning; None: nobody is warned.
-
-    Raises:
-        MemoryError, RuntimeError: there is no memory for it.
-
-    Warns:
-        UserWarning: it gives other logits, or fails.
-    """
-    shortened = attempt(run, shortcut)
-    agrees = shortened is not None and same_logits(shortened, plain, rounded=rounded)
-    if shortened is not None and not agrees and shortcut is not None:
-        warnings.warn(
-            UserWarning(
-                f"this host gives other logits when a run is shortened ({shortcut}) than when it is not, so it will not be: "
-                "slower, but right. Please report the model"
-            ),
-            stacklevel=callers_level(),
-        )
-    return agrees
-
-
-def attempt(run: Callable[[], Tensor], shortcut: Any = None) -> Tensor | None:
-    """A run that leaves something out; None where it fails: a user's hook may want more positions than such a run has, a host
-    may not start within.
-
-    Args:
-        shortcut: what it leaves out, for the warning; None: nobody is warned.
-
-    Raises:
-        MemoryError, RuntimeError: there is no memory for it, which says nothing of the host.
-
-    Warns:
-        UserWarning: it fails.
-    """
-    try:
-        return run()
-    except Exception as cause:
-        if is_out_of_memory(cause):
-            raise
-        if shortcut is not None:
-            reason = f"{type(cause).__name__}: {cause}"
-            warnings.warn(
-                UserWarning(
-                    f"a run of this host fails when it is shortened ({shortcut}): {legible(reason)}. So it will not be: slower, "
-                    "but right. A hook of yours that wants every position does this; where there is none, please report the "
-                    "model"
-                ),
-                stacklevel=callers_level(),
-            )
-        return None
-
-
-def same_logits(others: Tensor, plain: Tensor, *, rounded: bool = True) -> bool:
-    """Whether a run of another kind gives the logits of a plain one; infinite and NaN ones in the same places, which are for
-    whoever measures them to refuse.
-
-    Args:
-        rounded: they may also differ by what the dtype of the plain logits rounds off.
-    """
-    tolerance = max(AGREES, 8 * torch.finfo(plain.dtype).eps) if rounded else AGREES
-    finite = plain.isfinite()
-    if not torch.equal(finite, others.isfinite()):
-        return False
-    apart = (others.float() - plain.float())[finite].abs()
-    return apart.numel() == 0 or bool(apart.max() <= tolerance * plain[finite].abs().max())
+    return verified(in_parts, whole, rounded=rounded, shortcut=shortcut)
 
 
 class Predictions:

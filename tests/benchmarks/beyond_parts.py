@@ -13,8 +13,8 @@ import swd_lens as swd
 from swd_lens.base.files import write_text
 from swd_lens.base.shares import fewest_with
 from swd_lens.circuits.ablation import Means
-from swd_lens.circuits.attribution import TrainingPass, first_order
 from swd_lens.circuits.concentration import text_predictions
+from swd_lens.circuits.contributions import TrainingPass, first_order
 from swd_lens.circuits.fast_forward import find_fast_forward
 from swd_lens.circuits.fidelity import fidelities
 from swd_lens.hosts import host_of
@@ -81,11 +81,11 @@ def text_edges(model: Any, factors: Mapping[str, Any], split: TaskSplit, positio
         units, sites = attachment.factors, attachment.sites
         fast_forward = find_fast_forward(host, sites, units, split, positions, known=False, dense=None)
         means = Means(host, sites, split, positions, "scoring" if positions == "scoring" else "all_tokens", 64)
-        contributions = first_order(TrainingPass(host, units, fast_forward, means, steps=1))
+        training = TrainingPass(host, units, fast_forward, means, steps=1)
         edges = [units[site.name].edges_per_unit for site in sites]
         reads = (factors[sites[0].name].read != 0).sum(0)
         for bucket in split.buckets(64):
-            of_sites = list(contributions(bucket).values())
+            of_sites = list(first_order(training, bucket).values())
             if tie == "joint":
                 gains = torch.stack(of_sites).sum(0)
             else:

@@ -17,7 +17,7 @@ SWD s=.75 of one mlp_out, 16,384 calibration tokens.
 4. refine: over seeds of the task's generator (other prompts, all three splits) how often circuits reach .9 on test prompts.
 5. admissible: rankings by noise: how often a prefix is above the 95th percentile of 50 random sets.
 
-Tests use the functions with smaller numbers (tests/circuits/test_coverage.py, test_calibration.py).
+Tests use the functions with smaller numbers (tests/circuits/test_measure.py, test_calibration.py).
 """
 
 import argparse

@@ -90,7 +90,7 @@ def _beside_controls(model: Any, tasks: list[Any], surface: tuple[str, str], pos
         "Random-B": swd.baselines.random_b_seeds(model, sites, seeds=SEEDS),
     }
     heldout = swd.text_tokens(16_384, split="test")
-    found = swd.compare(methods, model, tasks, tokens=heldout, positions=positions, evaluation={"random_sets": 0})
+    found = swd.compare(model, methods, tasks, tokens=heldout, positions=positions, evaluation={"random_sets": 0})
     for task in tasks:
         curves = found[task.name].curves
         ours = curves["SWD s=0.5"]

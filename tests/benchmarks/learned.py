@@ -205,7 +205,7 @@ def _circuits(model: Any, args: argparse.Namespace, methods: Any, test: Any, fig
     fidelities = None
     for positions in POSITIONS:
         found = swd.compare(
-            methods, model, _tasks(model, args), tokens=test, positions=positions, fidelities=fidelities,
+            model, methods, _tasks(model, args), tokens=test, positions=positions, fidelities=fidelities,
             evaluation={"random_sets": 0},
         )  # fmt: skip
         fidelities = found.fidelities

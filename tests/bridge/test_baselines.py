@@ -69,7 +69,7 @@ def test_neurons_are_compared_like_any_other_units():
     methods = {"neurons": baselines.channels_of(model), "SVD": baselines.svd(model, "mlp_out")}
     splits = [split_for(model, 4, seed, name) for name, seed in (("train", 1), ("validation", 3), ("test", 2))]
     task = swd.Task("by hand", *splits, "by hand", False)
-    curves = swd.compare(methods, model, task)["by hand"].curves
+    curves = swd.compare(model, methods, task)["by hand"].curves
     assert curves["neurons"].rows["edges"].iloc[-1] == 2 * 64 * (16 + 16 + 1)
     assert curves["neurons"].q_full == pytest.approx(curves["SVD"].q_full, abs=1e-4)
 

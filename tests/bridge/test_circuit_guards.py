@@ -127,13 +127,13 @@ def test_grids_are_whole_numbers_and_curves_show_themselves():
         scores = swd.attribute(model, factors, split)
         curve = swd.evaluate(model, factors, split, scores, grid=torch.tensor([1, 2, 5, 5]), random_sets=0)
         assert curve.rows["units"].tolist() == [0, 1, 2, 5, scores.n_units]  # the empty circuit always
-        with pytest.raises(ValueError, match=r"prefix lengths must be whole numbers, got 1\.5"):
+        with pytest.raises(ValueError, match=r"prefix length must be a whole number from 0 to \d+, got 1\.5"):
             swd.evaluate(model, factors, split, scores, grid=[1.5])
         with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
             swd.evaluate(model, factors, split, scores, batch_size=0)
     assert "<b>t</b>" in repr(curve) and "&lt;b&gt;t&lt;/b&gt;" in curve._repr_html_()
     assert "<b>t" not in curve.circuit(2)._repr_html_() and "<b>t" not in curve._repr_html_()
-    with pytest.raises(ValueError, match="level must lie in"):
+    with pytest.raises(ValueError, match="level must be in"):
         curve.cost_interval(sufficiency=0.9, level=95)
 
 

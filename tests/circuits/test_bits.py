@@ -11,14 +11,9 @@ from swd_lens.circuits.bits import VALUE_BITS, selection_bits, unit_bits, unit_b
 from swd_lens.units import UnitSet
 from swd_lens.units.factors import Factors
 from tests.contract import UNIT_SOURCES, saelens_sae_on_input, swd_zero_data
-from tests.micro import random_split, toy_model
+from tests.micro import random_split
 
 SITE = "blocks.1.mlp_out"
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
 
 
 def by_hand(reads, writes, d_in, d_out):

@@ -11,15 +11,10 @@ from swd_lens.circuits.concentration import text_predictions
 from swd_lens.hosts import host_of
 from swd_lens.units import attach
 from tests.contract import swd_zero_data
-from tests.micro import random_tokens, toy_model
+from tests.micro import random_tokens
 
 SITE = "blocks.1.mlp_out"
 TEXT = random_tokens(12, 8)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +89,7 @@ def test_mixing_an_exact_basis_spreads_the_effect(model):
 
 
 def test_what_cannot_be_measured_is_said(model, factors):
-    with pytest.raises(ValueError, match="share=1 is no part"):
+    with pytest.raises(ValueError, match=r"share must be in \(0, 1\), such as 0.5, got 1"):
         swd.concentration(model, factors, TEXT, share=1)
     with pytest.raises(ValueError, match="context of 8 tokens and the token after it do not fit into rows of 8"):
         swd.concentration(model, factors, TEXT, context=8)

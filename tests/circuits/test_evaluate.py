@@ -12,8 +12,6 @@ from swd_lens.base.errors import TaskError, UndefinedSufficiencyWarning
 from swd_lens.circuits import Circuit, attribute, evaluate, evaluate_circuits, prefix_grid
 from swd_lens.circuits.ablation import ABLATIONS
 from swd_lens.circuits.evaluate import MIB_FRACTIONS, _lengths, random_set
-from swd_lens.circuits.measure import Threshold
-from swd_lens.hosts import host_of
 from swd_lens.tasks.task import Task
 from swd_lens.units import attach
 from tests.circuits.slow import (
@@ -34,11 +32,6 @@ TRAIN = random_split()
 
 TEST = able_split()
 KNOWN, SURFACES = "blocks.1.mlp_out", ("blocks.0.mlp_out", "blocks.1.mlp_out", "*.attn_o", "*.mlp_in", "all")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
 
 
 @pytest.fixture(scope="module")
@@ -180,25 +173,6 @@ def test_the_same_inputs_give_the_same_bits(model, sets):
     assert first.rows.equals(second.rows)
 
 
-def test_the_number_of_interventions_does_not_change_the_size_of_a_run(model, sets, monkeypatch):
-    factors, kind, rows = sets["all"], type(host_of(model)), []
-    plain = kind.last_logits
-
-    def counted(self, tokens, *arguments, **options):
-        rows.append(tokens.numel())
-        return plain(self, tokens, *arguments, **options)
-
-    monkeypatch.setattr(kind, "last_logits", counted)
-    scores = attribute(model, factors, TRAIN, positions="all")
-    largest, calls = [], []
-    for grid in ([0], list(range(50))):
-        rows.clear()
-        evaluate(model, factors, TEST, scores, grid=grid, tokens_per_forward=64, batch_size=2)
-        largest.append(max(rows))
-        calls.append(len(rows))
-    assert largest[0] <= largest[1] <= 64 and calls[1] > 3 * calls[0]
-
-
 def test_a_margin_that_is_not_positive_gives_nan_and_a_warning(model, sets):
     factors = sets[KNOWN]
     scores = attribute(model, factors, TRAIN)
@@ -260,11 +234,11 @@ def test_what_is_refused(model, sets):
     with pytest.raises(ValueError, match="nothing to judge"):
         evaluate_circuits(model, factors, TEST, {})
     for bad in ([-1], [scores.n_units + 1]):
-        with pytest.raises(ValueError, match=r"prefix lengths must lie in 0 \.\. 16"):
+        with pytest.raises(ValueError, match="prefix length must be a whole number from 0 to 16"):
             evaluate(model, factors, TEST, scores, grid=bad)
     with pytest.raises(ValueError, match="\"mib\", got 'all'"):
         evaluate(model, factors, TEST, scores, grid="all")
-    with pytest.raises(ValueError, match="random_sets must be 0 or more"):
+    with pytest.raises(ValueError, match="random_sets must be a whole number of at least 0"):
         evaluate(model, factors, TEST, scores, random_sets=-1)
     with pytest.raises(ValueError, match=r"ablation must be one of .* got 'median'"):
         evaluate(model, factors, TEST, scores, ablation="median")
@@ -329,18 +303,7 @@ def test_the_mib_grid_holds_the_largest_prefix_that_fits_each_fraction(model, se
     scores = attribute(model, sets["all"], TRAIN)
     edges = {site: f.edges_per_unit * f.valid_units for site, f in sets["all"].items()}
     costs = np.cumsum([0, *(int(edges[site][unit]) for site, unit in scores.ranking())])
-    lengths = _lengths("mib", scores, edges)
+    lengths = _lengths("mib", torch.from_numpy(np.diff(costs)))
     for fraction in MIB_FRACTIONS:
         assert max(k for k in range(len(costs)) if costs[k] <= fraction * costs[-1]) in lengths
         assert int(fraction * scores.n_units) in lengths
-
-
-@pytest.mark.parametrize("positions", ["scoring", "all"])
-def test_keeping_all_and_ablating_none_are_the_replacement_with_all_units_to_the_bit(model, sets, positions):
-    factors = sets["all"]
-    scores = attribute(model, factors, TRAIN, positions=positions)
-    curve = evaluate(model, factors, TEST, scores)
-    assert torch.equal(curve.margins["keep"][-1], curve.margins["full"])
-    assert torch.equal(curve.margins["ablate"][0], curve.margins["full"])
-    assert curve.rows["sufficiency"].iloc[-1] == 1.0 and curve.rows["drop"].iloc[0] == 0.0
-    assert Threshold("sufficiency", 1.0).reached(curve.rows).iloc[-1]

@@ -8,27 +8,14 @@ import torch
 
 from swd_lens.circuits import attribute, evaluate
 from swd_lens.circuits import fast_forward as fast_forward_module
-from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.fast_forward import FastForward, Runner, find_fast_forward
 from swd_lens.hosts import Start, host_of
-from swd_lens.train.baselines import channels_of, svd
 from swd_lens.units import attach
 from tests.circuits.slow import able_split, last_logits, replacing
-from tests.contract import swd_zero_data
-from tests.micro import random_tokens, split_of, toy_model
+from tests.micro import random_tokens, split_of
 
 FIRST, LAST = "blocks.0.mlp_out", "blocks.1.mlp_out"
 SPLIT, TRAIN = able_split(), able_split(12, seed=3, name="train")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
-
-
-@pytest.fixture(scope="module")
-def every(model):
-    return swd_zero_data(model, "all")
 
 
 def some_masks(factors, circuits=5):
@@ -265,25 +252,3 @@ def test_a_short_last_block_gives_the_logits_of_whole_runs(model, every, sites):
             found = runner.logits(runner.share(tokens), masks, values)
             slow = slow_logits(model, tokens, masks, values, "all")
             assert float((found - slow).abs().max()) < 1e-5 * float(slow.abs().max())
-
-
-def test_replacements_of_the_same_sites_share_what_was_found(model, monkeypatch):
-    """One search per split for SWD and SVD of one matrix; another matrix, and a coder, are searched for themselves."""
-    searched = []
-    search = fast_forward_module._agreeing
-    monkeypatch.setattr(fast_forward_module, "_agreeing", lambda *a: searched.append(a[1][0].name) or search(*a))
-    dense = DenseCache()
-    methods = [
-        swd_zero_data(model, LAST),
-        svd(model, LAST),
-        svd(model, FIRST),
-        channels_of(model, LAST),
-        channels_of(model, LAST),
-    ]
-    curves = []
-    for units in methods:
-        scores = attribute(model, units, TRAIN, dense=dense)
-        curves.append(evaluate(model, units, SPLIT, scores, dense=dense, grid=[0, 9]))
-    assert searched == [LAST] * 2 + [FIRST] * 2 + [LAST] * 4
-    alone = evaluate(model, methods[1], SPLIT, attribute(model, methods[1], TRAIN), grid=[0, 9])
-    torch.testing.assert_close(curves[1].margins["keep"], alone.margins["keep"], atol=1e-5, rtol=1e-5)

@@ -18,7 +18,7 @@ from tests.micro import identity_factors, micro_model, split_of
 #   token 2: x = (1, 1), z = (4, 6), margin =  0 + 4 + 6 = 10
 SITE = "blocks.0.mlp_out"
 TRAIN = split_of([[0], [1]], [[1], [1]], [[0], [0]], d_vocab=3)
-TEST = split_of([[2]], [[1]], [[0]], d_vocab=3, name="test")
+TEST = replace(split_of([[2]], [[1]], [[0]], d_vocab=3, name="test"), corrupt=(torch.tensor([1, 0, 1]),))
 
 
 @pytest.fixture
@@ -26,43 +26,30 @@ def model():
     return micro_model()
 
 
-def test_scores_and_means(model):
+@pytest.mark.parametrize(
+    ("ablation", "keep", "ablate"),
+    [
+        # Test prompt: token 2, z = (4, 6), means (2, 3), ranking unit 1 then unit 0.
+        #   k=0: keep nothing 2 + 3;  k=1: keep unit 1 2 + 6, ablate it 4 + 3;  k=2: keep both 4 + 6, ablate both 2 + 3
+        ("mean", [5.0, 8.0, 10.0], [10.0, 7.0, 5.0]),
+        ("zero", [0.0, 6.0, 10.0], [10.0, 4.0, 0.0]),
+        # The corrupt prompt's z at its last position, token 1, is (3, 4).
+        ("resample", [7.0, 9.0, 10.0], [10.0, 8.0, 7.0]),
+    ],
+)
+def test_cost_curve(model, ablation, keep, ablate):
     scores = attribute(model, identity_factors(), TRAIN)
-    # z * gradient: token 0 -> (1, 2), token 1 -> (3, 4); mean over the two prompts (2, 3). Means of z: the same numbers.
-    assert scores.scores[SITE].tolist() == [2.0, 3.0]
-    assert scores.means[SITE].tolist() == [2.0, 3.0]
-    assert scores.ranking() == [("blocks.0.mlp_out", 1), ("blocks.0.mlp_out", 0)]
-
-
-def test_negative_contributions_are_clamped_per_example_before_the_mean(model):
-    # The second prompt's answer and distractor change places, so its contributions are -(3, 4): clamped to 0.
-    mixed = split_of([[0], [1]], [[1], [0]], [[0], [1]], d_vocab=3)
-    scores = attribute(model, identity_factors(), mixed)
-    # (1 + 0) / 2 and (2 + 0) / 2; clamping after the mean would give max(0, (1 - 3) / 2) = 0 for both.
-    assert scores.scores[SITE].tolist() == [0.5, 1.0]
-
-
-def test_cost_curve(model):
-    scores = attribute(model, identity_factors(), TRAIN)
-    curve = evaluate(model, identity_factors(), TEST, scores)
-    # Test prompt: token 2, z = (4, 6), means (2, 3), ranking unit 1 then unit 0. A = I: 1 read edge, 2 write edges a unit.
-    #   k=0: keep nothing  2 + 3 = 5 -> 0.5;  ablate nothing 10 -> drop 0
-    #   k=1: keep unit 1   2 + 6 = 8 -> 0.8;  ablate unit 1  4 + 3 = 7 -> drop 3
-    #   k=2: keep both    4 + 6 = 10 -> 1.0;  ablate both    2 + 3 = 5 -> drop 5
-    assert curve.task == "by hand"
-    assert curve.q_dense == curve.q_full == 10.0
-    assert curve.rows["units"].tolist() == [0, 1, 2]
-    assert curve.rows["edges"].tolist() == [0, 3, 6]
-    assert curve.rows["sufficiency"].tolist() == pytest.approx([0.5, 0.8, 1.0])
-    assert curve.rows["drop"].tolist() == pytest.approx([0.0, 3.0, 5.0])
-    assert curve.rows["accuracy keep"].tolist() == [1.0, 1.0, 1.0]
-
-
-def test_zero_ablation_puts_zero_in(model):
-    scores = attribute(model, identity_factors(), TRAIN)
-    curve = evaluate(model, identity_factors(), TEST, scores, ablation="zero")
-    # keep nothing: 0 + 0 = 0; keep unit 1: 0 + 6 = 6; keep both: 10.
-    assert curve.rows["sufficiency"].tolist() == pytest.approx([0.0, 0.6, 1.0])
+    assert scores.ranking() == [(SITE, 1), (SITE, 0)]
+    curve = evaluate(model, identity_factors(), TEST, scores, ablation=ablation)
+    assert (curve.task, curve.settings["ablation"]) == ("by hand", ablation)
+    assert (curve.q_dense, curve.q_full, curve.q_empty) == (10.0, 10.0, keep[0])
+    # A = I: 1 read edge, 2 write edges a unit.
+    assert curve.rows["units"].tolist() == [0, 1, 2] and curve.rows["edges"].tolist() == [0, 3, 6]
+    assert curve.rows["q keep"].tolist() == keep and curve.rows["q ablate"].tolist() == ablate
+    assert curve.rows["sufficiency"].tolist() == pytest.approx([q / 10 for q in keep])
+    assert curve.rows["drop"].tolist() == pytest.approx([10 - q for q in ablate])
+    assert curve.rows["recovered"].tolist() == pytest.approx([(q - keep[0]) / (10 - keep[0]) for q in keep])
+    assert curve.rows["accuracy keep"].tolist()[1:] == [1.0, 1.0]
 
 
 def test_hooks_for_run_with_hooks_do_the_same(model):
@@ -81,12 +68,6 @@ def test_an_unknown_unit_or_mode_is_refused(model):
         replaced_masks(scores, ["blocks.0.mlp_out/7"], "keep")
     with pytest.raises(ValueError, match="mode must be one of"):
         replaced_masks(scores, [], "remove")
-
-
-def test_ties_go_by_site_then_unit(model):
-    scores = attribute(model, identity_factors(), TRAIN)
-    tied = type(scores)({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([2.0, 1.0])}, {}, {})
-    assert tied.ranking() == [("a", 1), ("b", 0), ("a", 0), ("b", 1)]
 
 
 # ---------------------------------------------------------------------------------------------- every score
@@ -151,17 +132,6 @@ def test_means_over_prompts_of_different_lengths(model, mean_over):
     torch.testing.assert_close(scores.means[SITE], torch.tensor(MEANS[mean_over]))
     # Contributions of positions before the last are zero: (3 + 4 + 4, 4 + 6 + 6) / 3 again.
     assert scores.scores[SITE].tolist() == pytest.approx([11 / 3, 16 / 3])
-
-
-def test_the_unpruned_margin_keep_and_ablate_with_resampled_units(model):
-    scores = attribute(model, identity_factors(), TRAIN)
-    corrupt = replace(TEST, corrupt=(torch.tensor([1, 0, 1]),))  # at its last position z = (3, 4)
-    curve = evaluate(model, identity_factors(), corrupt, scores, ablation="resample")
-    # Ranking unit 1, unit 0; z = (4, 6), margin 10.
-    #   keep nothing 3 + 4 = 7; keep unit 1: 3 + 6 = 9; keep both 10. Ablate unit 1: 4 + 4 = 8; both: 7.
-    assert curve.rows["q keep"].tolist() == [7.0, 9.0, 10.0]
-    assert curve.rows["q ablate"].tolist() == [10.0, 8.0, 7.0]
-    assert curve.settings["ablation"] == "resample"
 
 
 def test_edges_count_valid_units_only(model):

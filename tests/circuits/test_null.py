@@ -92,8 +92,8 @@ def test_a_task_that_is_not_carried_has_no_p_of_what_is_recovered(micro):
 def test_what_is_refused(micro):
     model, factors, task, scores = micro
     for how, message in (
-        ({"n": 0}, "n=0: a null needs at least one random circuit"),
-        ({"match": "units"}, r"match must be one of \('edges', 'score'\), got 'units'"),
+        ({"n": 0}, "n, the number of random circuits, must be a whole number of at least 1, got 0"),
+        ({"match": "units"}, "match must be one of .edges., .score., got .units."),
         ({"circuit": 3}, "3"),
         ({"circuit": 0}, "the circuit of 0 units has no edges"),
         ({"circuit": 2}, "the circuit has all 2 units that read and write"),

@@ -13,15 +13,10 @@ from swd_lens import baselines
 from swd_lens.circuits.per_token import PerTokenUse, fewest_by_output, per_token_use
 from swd_lens.units.factors import Factors
 from tests.contract import UNIT_SOURCES, swd_zero_data
-from tests.micro import identity_factors, micro_model, random_split, random_tokens, toy_model
+from tests.micro import identity_factors, micro_model, random_split, random_tokens
 
 SITE, EARLIER = "blocks.1.mlp_out", "blocks.0.attn_o"
 measure = importlib.import_module("swd_lens.circuits.per_token")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
 
 
 # ---------------------------------------------------------------------------------------------- by output, by hand
@@ -283,10 +278,10 @@ def test_the_host_is_as_it_was(model):
 def test_what_cannot_be_counted_is_said(model):
     factors, tokens = baselines.svd(model, SITE), random_tokens(3, 5)
     for how, message in (
-        ({"recovered": 1}, "recovered=1 is no part of a whole"),
+        ({"recovered": 1}, r"recovered must be in \(0, 1\), such as 0\.9, got 1"),
         ({"by": "logits"}, "by must be one of"),
         ({"order": "best"}, "order must be one of"),
-        ({"by": "loss", "grid": [1, 17]}, r"grid has 17, which is no number of units: give whole numbers in 1 \.\. 16"),
+        ({"by": "loss", "grid": [1, 17]}, "grid= must be a whole number from 1 to 16, got 17"),
         ({"by": "loss", "least": 50.0}, r"no more than 50\.0 nats off the cross-entropy of any token"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -148,8 +148,8 @@ def test_no_single_unit_of_a_searched_circuit_can_go(toy, ablation):
     """What the search itself ends in, before it is decided on validation prompts where to stop."""
     model, factors, scores = toy
     with attach(model, factors) as attachment:
-        bench = InterventionRunner(host_of(model), attachment, TRAIN, scores, ablation, keep=True)
-        search = _Search(bench, scores, attachment.factors.active_edges, "edges", Threshold("sufficiency", 1.02))
+        runner = InterventionRunner(host_of(model), attachment, TRAIN, scores, ablation, keep=True)
+        search = _Search(runner, scores, attachment.factors.active_edges, "edges", Threshold("sufficiency", 1.02))
         everything = torch.ones(scores.n_units, dtype=torch.bool)
         start, *_, end = search.at(1.02, start=everything, rounds=0)
         assert search.price(end) < search.price(start)
@@ -181,7 +181,7 @@ def test_what_is_refused(toy):
     model, factors, scores = toy
     with pytest.raises(ValueError, match="cost must be one of"):
         refine(model, factors, TASK, scores, cost="tokens")
-    with pytest.raises(ValueError, match="max_prompts must be at least 1"):
+    with pytest.raises(ValueError, match="max_prompts must be a whole number of at least 1"):
         refine(model, factors, TASK, scores, max_prompts=0)
     with pytest.raises(
         ValueError, match="no prefix can be expected to reach sufficiency 9 on further prompts: 8 prompts"

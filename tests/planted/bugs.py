@@ -166,12 +166,12 @@ BUGS = [
     ),
     Bug(
         "circuits/curve.py",
-        "_area([abs(1.0 - value) for value in f])",
-        "_area([1.0 - value for value in f])",
+        "area([abs(1.0 - value) for value in f])",
+        "area([1.0 - value for value in f])",
         "circuits/test_curve.py",
     ),
     Bug(
-        "circuits/attribution.py",
+        "circuits/contributions.py",
         "(difference.double() * total / steps)",
         "(difference.double() * total / (steps + 1))",
         "circuits/test_attribution.py",

@@ -301,7 +301,7 @@ def test_they_go_the_way_of_swd(tmp_path):
         "on the input": make("topk", width=d_mlp, meta={"hook_name": "blocks.1.mlp.hook_post"}),
     }
     factors = swd.factorize(model, SITE, sparsity=0.5, tokens=tokens, outer_iterations=3, progress=False)
-    found = swd.compare({"SWD": factors, **sources}, model, task, tokens=tokens)
+    found = swd.compare(model, {"SWD": factors, **sources}, task, tokens=tokens)
     assert found.table()["method"].tolist() == ["SWD", *sources]
     for name, sae in sources.items():
         (site,) = from_saelens(sae)

@@ -242,7 +242,7 @@ def test_learned_units_compare_with_swd(model):
     split = random_split()
     others = [random_split(name=name, seed=seed) for name, seed in (("validation", 2), ("test", 1))]
     task = swd.Task("by hand", split, *others, "by hand", False)
-    table = swd.compare(methods, model, task, tokens=TOKENS).table()
+    table = swd.compare(model, methods, task, tokens=TOKENS).table()
     assert list(table["method"]) == ["SWD", "TC", "VPD"] and table["CE difference"].notna().all()
 
 

@@ -1,11 +1,23 @@
-"""Whether intervals hold what they should, simulated: the margins of many prompts of the embedded model are a population."""
+"""Measures by hand, and whether intervals hold what they should, simulated: the margins of many prompts are a population."""
+
+import math
 
 import pytest
 import scipy.stats
 import torch
 
 import swd_lens as swd
-from swd_lens.circuits.measure import mean_interval, ratio_interval
+from swd_lens.circuits.measure import (
+    Carried,
+    Margins,
+    Threshold,
+    by_content,
+    mean_interval,
+    measured,
+    part_of,
+    ratio_interval,
+    surface_name,
+)
 from swd_lens.hosts.embedded import load_default_model
 from tests.benchmarks.calibration import coverage, population
 
@@ -66,3 +78,39 @@ def test_a_denominator_that_could_be_zero_gives_no_interval():
     assert low.isnan().all() and high.isnan().all()
     one = torch.ones(2, 1, dtype=torch.float64)
     assert mean_interval(one)[0].isnan().all() and ratio_interval(one, one[0])[1].isnan().all()
+
+
+def test_measures_of_two_circuits_by_hand():
+    keep, ablate = torch.tensor([[1.0, 3.0], [4.0, 8.0]]), torch.tensor([[10.0, 6.0], [2.0, 2.0]])
+    margins = Margins(
+        keep, ablate, full=torch.tensor([8.0, 8.0]), empty=torch.tensor([2.0, 2.0]), dense=torch.tensor([6.0, 8.0])
+    )
+    carried = Carried.of(margins.full, margins.empty, 7.0)
+    assert carried == Carried(6.0, 0.0, 7.0) and carried.enough
+    rows = measured(margins, carried, "t")
+    assert rows["recovered"].tolist() == pytest.approx([0.0, 4 / 6]) and rows["sufficiency"].tolist() == [0.25, 0.75]
+    assert rows["recovered of dense"].tolist() == pytest.approx([0.0, 4 / 5]) and rows["drop"].tolist() == [0.0, 6.0]
+    for how, value in (("recovered", 4 / 6), ("sufficiency", 0.75), ("necessity", 1.0), ("drop", 6.0)):
+        threshold = Threshold.given(**{how: value - 1e-6})
+        assert threshold.reached(rows).tolist() == (threshold.contrast(margins).mean(1) >= 0).tolist() == [False, True]
+    assert (
+        not Carried(1.0, 0.6, 7.0).enough and not Carried(0.3, 0.0, 7.0).enough and Carried(1.0, math.nan, 7.0).enough
+    )
+
+
+def test_margins_of_contents_have_the_mean_of_the_prompts():
+    values = torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]])
+    # Prompts 0 and 2 are about one name: their deviations from the mean of 3 add up, times 2 contents of 3 prompts.
+    assert by_content(values, ["a", "b", "a"]).tolist() == [
+        pytest.approx([3 + 2 / 3, 3 - 2 / 3]),
+        pytest.approx([5 / 3, 1 / 3]),
+    ]
+    assert by_content(values, ["a", "b", "c"]) is values
+
+
+def test_sites_in_a_sentence():
+    assert surface_name(["blocks.0.mlp_out"]) == "blocks.0.mlp_out" and surface_name([]) == "the surface"
+    assert surface_name(["a", "b", "c"]) == "the surface of a and 2 more"
+    assert [
+        part_of(sites) for sites in (["blocks.0.attn_o"], ["blocks.0.mlp_out"], ["blocks.0.attn_o", "blocks.0.mlp_out"])
+    ] == ["attention", "MLP", "both"]
