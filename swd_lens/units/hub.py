@@ -56,10 +56,7 @@ Written by swd_lens {{ version }}, factor format {{ format }}. Settings and prov
 
 @with_torch_defaults
 class OnHub(ModelHubMixin, library_name="swd_lens", tags=["interpretability", "sparse-weight-decomposition"]):
-    """What a set of factors needs to live on the hub; the class for `swd_lens.FactorSet`, whose save and load it uses."""
-
-    def __new__(cls, *arguments: Any, **named: Any):  # the mixin's own searches the arguments for a JSON configuration
-        return object.__new__(cls)
+    """The hub's half of `swd_lens.FactorSet`, whose save and load it uses."""
 
     def push_to_hub(self: Any, repo_id: str, **options: Any) -> str:
         """Save into a temporary folder, with a model card, and commit it to a model repository (made if need be).

@@ -42,12 +42,13 @@ def sites_of_key(key: Any, available: Mapping[str, tuple[int, int]]) -> list[str
         return [key]
     sites = [Site(*split_name(name), *shape) for name, shape in available.items() if is_site_name(name)]
     listed = [key] if isinstance(key, str | Site) or _is_layer_pair(key) else key
-    if not isinstance(listed, Iterable):
-        raise KeyError(
-            f'{quoted(key)} is no key of a FactorSet; give "blocks.2.mlp_out", ("mlp_out", 2), a glob or a list of '
-            "such names"
-        )
-    patterns = [_pattern(each) for each in listed]
+    patterns: list[Any] = []  # as `select_sites` reads them
+    for each in listed if isinstance(listed, Iterable) else ():
+        if _is_layer_pair(each):
+            patterns.append(f"blocks.{int(each[1])}.{_without_hook(each[0])}")
+        else:
+            name = each.name if isinstance(each, Site) else each
+            patterns.append(_without_hook(name) if isinstance(name, str) else name)
     if not all(isinstance(pattern, str) for pattern in patterns) or not patterns:
         raise KeyError(
             f'{quoted(key)} is no key of a FactorSet; give "blocks.2.mlp_out", ("mlp_out", 2), a glob or a list of '
@@ -68,15 +69,6 @@ def sites_of_key(key: Any, available: Mapping[str, tuple[int, int]]) -> list[str
 def _is_layer_pair(key: Any) -> bool:
     """("mlp_out", 8), as a cache is asked."""
     return isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str) and _is_whole(key[1])
-
-
-def _pattern(key: Any) -> Any:
-    """One key as `select_sites` reads it."""
-    if isinstance(key, Site):
-        return key.name
-    if _is_layer_pair(key):
-        return f"blocks.{int(key[1])}.{_without_hook(key[0])}"
-    return _without_hook(key) if isinstance(key, str) else key
 
 
 def _without_hook(name: str) -> str:
@@ -133,7 +125,7 @@ def read_units(given: Any, sites: Collection[str] = ()) -> list[tuple[str, int]]
 
 
 def single_units(given: Any) -> list[Any]:
-    """What was given for units, one by one.
+    """Split what was given for units into single units.
 
     Raises:
         ValueError: nothing that could be a unit or several.

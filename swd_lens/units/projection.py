@@ -138,7 +138,7 @@ class Projection(nn.Module):
     def local(
         self, h: Float[Tensor, "*batch d_in"], dense: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "*batch d_out"]:
-        """What the units give for this input by themselves, also while `bypassed`; no hook sees z.
+        """Compute the units' own output for this input, also while `bypassed`; no hook sees z.
 
         Args:
             dense: the site's own h -> h @ W + bias, for units that read or write beyond it.
@@ -155,17 +155,14 @@ class Projection(nn.Module):
             z = z.detach().requires_grad_(True)
         left = self.hook(z)
         if left is not z and getattr(left, "shape", None) != z.shape:
-            raise self._shape_changed(z, left)
+            # It would be broadcast, or end in an error somewhere later in the host.
+            shape = tuple(left.shape) if isinstance(left, Tensor) else type(left).__name__
+            raise ValueError(
+                f"a hook on {legible(self.hook.name)} ({legible(', '.join(map(name_of, hooks_of(self.hook))))}) returned "
+                f"{shape} for a z of {tuple(z.shape)}. Return a z of the same shape, (batch, pos, unit), or nothing; "
+                "z.expand or z.repeat makes it one"
+            )
         return left
-
-    def _shape_changed(self, z: Tensor, left: Any) -> Exception:
-        """Such a z would be broadcast, or end in an error somewhere later in the host."""
-        its_left = tuple(left.shape) if isinstance(left, Tensor) else type(left).__name__
-        return ValueError(
-            f"a hook on {legible(self.hook.name)} ({legible(', '.join(map(name_of, hooks_of(self.hook))))}) returned "
-            f"{its_left} for a z of {tuple(z.shape)}. Return a z of the same shape, (batch, pos, unit), or nothing; "
-            "z.expand or z.repeat makes it one"
-        )
 
 
 @contextmanager

@@ -5,8 +5,8 @@
    of its tensors, so that no write ever touches another matrix's file, or an older version of its own.
 2. `StoredPair` keeps a file memory-mapped and makes the dense factors when asked; `StoredSite` is one site's pair with its
    integrity.
-3. Passports must fit their factors, and probes be met, when written and when read: factors that would be refused when they
-   are loaded are not saved.
+3. Origins and offsets must fit their factors, and probes be met, when written and when read: factors that would be refused
+   when they are loaded are not saved.
 
 Index of an edge: row * columns + column in its (rows, columns) factor, ascending; int32 (int64 from 2^31 entries on).
 """
@@ -29,7 +29,7 @@ from swd_lens.units.integrity import Offsets, Origin, Probe, from_tensors, to_te
 
 # Largest |computed - expected| / |expected| of a probe's z and y: float32, summed in float64: agreement is to 1e-7.
 PROBE_TOLERANCE = 1e-4
-OUR_NAME = re.compile(r"factors\.safetensors|[^/\\]*\.([0-9a-f]{12})\.safetensors")  # the first: of format 1
+OUR_NAME = re.compile(r"[^/\\]*\.([0-9a-f]{12})\.safetensors")
 UNNAMED = ".factors.new"  # lists the files that are written and not in the index yet
 WHAT = "a file of factors"
 
@@ -84,24 +84,21 @@ class StoredPair:
     def __init__(self, folder: Path, entry: Mapping[str, Any]):
         self.path = path = folder / entry["file"]
         self.shapes = {"read": (entry["d_in"], entry["units"]), "write": (entry["units"], entry["d_out"])}
-        prefix = entry.get("prefix", "")  # of the tensors' names; only format 1 has one
         with readable(path, WHAT, FactorFileError):
             file = safe_open(str(path), framework="pt")
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
-            self._names = {name.removeprefix(prefix): name for name in names}
+            self._names = list(file.keys())
             self._tensors: Any = file  # anything with get_tensor
             self.nonzeros = {part: self._count(file, part) for part in self.shapes}
 
     def _count(self, file: Any, part: str) -> int:
-        (index,) = file.get_slice(self._names[f"{part}.index"]).get_shape()
-        (value,) = file.get_slice(self._names[f"{part}.value"]).get_shape()
+        (index,), (value,) = (file.get_slice(f"{part}.{what}").get_shape() for what in ("index", "value"))
         if index != value:
             raise FactorFileError(f"{self.path}: {part} has {index} indices for {value} values; factorize again")
         return index
 
     def __getstate__(self) -> dict[str, Any]:
         # As bytes: shared memory, which tensors would travel in, is gone before a spawned worker opens it.
-        tensors = {name: self._tensors.get_tensor(name) for name in self._names.values()}
+        tensors = {name: self._tensors.get_tensor(name) for name in self._names}
         return {**self.__dict__, "_tensors": safetensors.torch.save(tensors)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,14 +117,14 @@ class StoredPair:
             return self._dense("read"), self._dense("write")
 
     def extras(self) -> dict[str, Tensor]:
-        """The tensors that `write_pair` was given beside the pair, by name; none in files before format 3."""
+        """The tensors that `write_pair` was given beside the pair, by name."""
         pair = {f"{part}.{what}" for part in self.shapes for what in ("index", "value")}
         with readable(self.path, WHAT, FactorFileError):
-            return {short: self._tensors.get_tensor(name) for short, name in self._names.items() if short not in pair}
+            return {name: self._tensors.get_tensor(name) for name in self._names if name not in pair}
 
     def _dense(self, part: str) -> Tensor:
         rows, columns = self.shapes[part]
-        index, value = (self._tensors.get_tensor(self._names[f"{part}.{what}"]) for what in ("index", "value"))
+        index, value = (self._tensors.get_tensor(f"{part}.{what}") for what in ("index", "value"))
         if len(index):
             # Ascending, so that the first and the last say whether all are inside.
             outside = next((int(i) for i in (index[0], index[-1]) if not 0 <= i < rows * columns), None)
@@ -210,10 +207,10 @@ class StoredSite:
         return 1.0 - self.edges / (self.d_in * self.d_out)
 
     def parts(self) -> dict[str, Any]:
-        """What Factors are made of, by the names of their fields.
+        """The fields that make the site's Factors, by name.
 
         Raises:
-            FactorFileError: what `StoredPair.dense` raises, a integrity that does not fit, or a probe that finds another z.
+            FactorFileError: see `StoredPair.dense`; or origin, offsets or probe do not fit, or the probe finds another z or y.
         """
         extras = self.pair.extras()
         try:  # first: sizes that are wrong may be too large for factors
@@ -244,12 +241,9 @@ def _difference(
     if probe is None or probe.error(read, write, offsets) <= PROBE_TOLERANCE:
         return ""
     z, y = probe.computed(read, write, offsets)
-    pairs = [("unit", probe.units, probe.z, z)]
-    if probe.outputs is not None and probe.y is not None and y is not None:
-        pairs.append(("output", probe.outputs, probe.y, y))
     each = (
         f"{what} {index} expected {expected:.6g}, found {value:.6g}"
-        for what, *columns in pairs
+        for what, *columns in (("unit", probe.units, probe.z, z), ("output", probe.outputs, probe.y, y))
         for index, expected, value in zip(*(column.tolist() for column in columns), strict=True)
     )
     return "its probe: " + ", ".join(each)

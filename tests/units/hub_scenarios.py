@@ -94,7 +94,7 @@ def push_and_load():
         "factors.json",
     }
     config = json.loads(files["config.json"])
-    assert config == {"library_name": "swd_lens", "format": 4, "base_model": "gpt2"}
+    assert config == {"library_name": "swd_lens", "format": 1, "base_model": "gpt2"}
     assert 'FactorSet.from_pretrained("user/first")' in files["README.md"].decode()
     StoredPair.dense = lambda pair: made.append(pair.path.name) or dense(pair)
     try:

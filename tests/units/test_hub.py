@@ -82,7 +82,7 @@ def test_a_folder_needs_no_network(tmp_path):
 def test_configuration(tmp_path):
     toy().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config == {"library_name": "swd_lens", "format": 4, "base_model": "EleutherAI/pythia-70m"}
+    assert config == {"library_name": "swd_lens", "format": 1, "base_model": "EleutherAI/pythia-70m"}
     toy().save_pretrained(tmp_path, config={"mine": 1})
     assert json.loads((tmp_path / "config.json").read_text()) == {"mine": 1}
     # A loaded set that is saved describes itself, not the folder that it came from.

@@ -192,7 +192,7 @@ def test_kernel_can_be_told(factor):
     assert FactorProduct(factor, "sparse").kernel == "sparse"
     assert FactorProduct(sparse_factor(0.01, 200, 200)).kernel == "sparse"
     assert FactorProduct(sparse_factor(0.01, 200, 200), "dense").kernel == "dense"
-    with pytest.raises(ValueError, match="choose one of 'auto', 'dense', 'sparse'"):
+    with pytest.raises(ValueError, match="kernel must be one of 'auto', 'dense', 'sparse', got 'fast'"):
         FactorProduct(factor, "fast")
     assert repr(FactorProduct(factor, "sparse")) == "FactorProduct(24 x 18, sparse)"
 

@@ -86,7 +86,7 @@ def test_neurons_are_inputs_with_what_they_write_or_outputs_with_what_they_read(
     edges[3] = 1
     assert inputs.edges_per_unit.tolist() == edges and not inputs.valid_units[3]
     assert outputs.edges_per_unit.tolist() == [shape[0] - 1 + 1] * shape[1]
-    with pytest.raises(ValueError, match="side='both': units are the coordinates of one side, 'input' or 'output'"):
+    with pytest.raises(ValueError, match="side must be one of 'input', 'output', got 'both'"):
         neuron_factors(weight, "both")
 
 

@@ -18,7 +18,7 @@ from swd_lens.units.integrity import Offsets
 from tests.contract import identity
 from tests.edited import FACTOR_SEEN_BY_VALUE, FACTOR_SEEN_BY_VERSION, SEEN_BY_VALUE, SEEN_BY_VERSION
 from tests.micro import random_split, random_tokens, toy_model
-from tests.units.test_sources import Coder
+from tests.units.test_coder import Coder
 
 WEIGHT = r"{}: the host's matrix was changed while units are attached to it"
 FACTORS = r"{}: read, write or offsets were changed in place after these factors were made"
