@@ -225,12 +225,11 @@ def detach(model: Any) -> None:
     host = host_of(model)
     for attachment in attachments:
         attachment._require_unedited()
-    for site in (*host.sites(), *host.alternatives()):
-        if host.is_swapped(site):
-            raise AttachError(
-                f"the units at {site.name} came with a copy of a host to which they were attached, and detach knows what "
-                "was attached to a host itself; copy or store the host while it has no units"
-            )
+    if left := _attached(host):
+        raise AttachError(
+            f"the units at {left[0]} came with a copy of a host to which they were attached, and detach knows what was "
+            "attached to a host itself; copy or store the host while it has no units"
+        )
 
 
 @unparted
@@ -277,17 +276,24 @@ def require_free(host: Host, sites: Sequence[Site]) -> None:
 
 def attached_at(host: Host, site: Site) -> str | None:
     """The attached site that is this one or shares its weights; None where there is none."""
-    everywhere = {each.name: each for each in (*host.sites(), *host.alternatives())}
-    names = (site.name, *overlapping(site.name))
-    return next((name for name in names if name in everywhere and host.is_swapped(everywhere[name])), None)
+    attached = _attached(host)
+    return next((name for name in (site.name, *overlapping(site.name)) if name in attached), None)
 
 
 def require_detached(model: Any, call: str) -> None:
     """Raises AttachError where units are attached to a host that a call takes as the dense one."""
-    host = host_of(model)
-    for site in (*host.sites(), *host.alternatives()):
-        if host.is_swapped(site):
-            raise AttachError(f"{call} is of the dense host, and units are attached at {site.name}: detach them first")
+    if attached := _attached(host_of(model)):
+        raise AttachError(f"{call} is of the dense host, and units are attached at {attached[0]}: detach them first")
+
+
+def is_bare(host: Host, beside: Collection[str] = ()) -> bool:
+    """Whether no hooks, and no units but at the sites named, change what this host computes."""
+    return not any(hook.fwd_hooks for hook in host.model.hook_dict.values()) and set(_attached(host)) <= set(beside)
+
+
+def _attached(host: Host) -> list[str]:
+    """Names of the places where units are attached, also of whole MLPs and of matrices that share weights with others."""
+    return [site.name for site in (*host.sites(), *host.alternatives()) if host.is_swapped(site)]
 
 
 # ---------------------------------------------------------------------------------------------- probe
@@ -344,11 +350,3 @@ def check_probe(units: UnitSet) -> None:
                 "made: compare model, transformer_lens version and settings (attention, positions, normalization), or "
                 "factorize again"
             )
-
-
-def is_bare(host: Host, beside: Collection[str] = ()) -> bool:
-    """Whether no hooks, and no units but at the sites named, change what this host computes."""
-    if any(hook.fwd_hooks for hook in host.model.hook_dict.values()):
-        return False
-    everywhere = (*host.sites(), *host.alternatives())
-    return not any(host.is_swapped(site) for site in everywhere if site.name not in beside)

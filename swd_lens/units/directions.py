@@ -95,7 +95,8 @@ def direction_of(direction: Any, model: Any = None, tokens_as: str = "unembeddin
         )
     if model is None:
         raise UnitSourceError(
-            f"the direction {quoted(direction)} is of tokens; say whose: factors.writers({quoted(direction)}, model)"
+            f"the direction {quoted(direction)} names tokens; pass the model that they are of: "
+            f"factors.writers({quoted(direction)}, model)"
         )
     ids = [_token_id(model, token) for token in tokens]
     if tokens_as == "embedding":

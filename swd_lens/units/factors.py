@@ -1,4 +1,4 @@
-"""Factors: what a dense projection became. W (d_in, d_out) is replaced by read (d_in, unit) @ write (unit, d_out).
+"""Factors: two sparse matrices in place of a dense one. W (d_in, d_out) is replaced by read (d_in, unit) @ write (unit, d_out).
 
 The flow through this module:
 
@@ -41,6 +41,11 @@ __all__ = ["FactorSet", "Factors", "fingerprint", "write_factors"]
 
 # Columns of a float64 error are computed this many entries at a time: relmse needs no second matrix of W's size.
 _TILE = 2**21
+EDITED = (
+    "read, write or offsets were changed in place after these factors were made: their errors, their probe and what is "
+    "attached of them are of the old values. To go on with the new ones, take dataclasses.replace(factors), which has neither "
+    "the old errors nor the old probe, and attach that"
+)
 # What provenance says of the values: how far they were from W, and the call that makes them.
 MEASURED = ("relmse", "relative_frobenius", "recipe")
 
@@ -100,12 +105,7 @@ class Factors:
             AttachError: they were changed in place.
         """
         if self.mark.changed():
-            its_site = site or self.provenance.get("site", "these factors")
-            raise AttachError(
-                f"{its_site}: read, write or offsets were changed in place after these factors were made: their errors, "
-                "their probe and what is attached of them are of the old values. To go on with the new ones, take "
-                "dataclasses.replace(factors), which has neither the old errors nor the old probe, and attach that"
-            )
+            raise AttachError(f"{site or self.provenance.get('site', 'these factors')}: {EDITED}")
 
     # ------------------------------------------------------------------ sizes and counts
 
@@ -220,7 +220,7 @@ class Factors:
 
     def save(self, folder: str | Path) -> Path:
         """Write these factors into a folder, as a set of one; see `FactorSet.save`."""
-        return FactorSet({self.provenance.get("site", "matrix"): self}).save(folder)
+        return self._alone().save(folder)
 
     @classmethod
     def load(cls, folder: str | Path) -> "Factors":
@@ -238,9 +238,9 @@ class Factors:
         return matrices[next(iter(matrices))]
 
     def with_records(self, **records: Any) -> "Factors":
-        """These factors with another settings, provenance, weight, origin or probe, given by these names.
+        """These factors with other settings, provenance, weight, origin or probe, given by these names.
 
-        Read, write and offsets are shared: they are not read again, and changes in place are noticed in both.
+        Read, write and offsets are shared: they are not hashed again, and changes in place are noticed in both.
         """
         assert records.keys() <= {"settings", "provenance", "weight", "origin", "probe"}, records.keys()
         other = copy(self)
@@ -264,16 +264,19 @@ class Factors:
 
     def transport(self, model: Any) -> "Factors":
         """These factors, moved exactly to the weight processing of another host; see `FactorSet.transport`."""
-        site = self.provenance.get("site", "matrix")
-        return FactorSet({site: self}).transport(model)[site]
+        (moved,) = self._alone().transport(model).values()
+        return moved
 
     def writers(self, direction: Any, model: Any = None, **how: Any) -> pd.DataFrame:
         """The units that write a direction to the residual stream; see `FactorSet.writers`."""
-        return FactorSet({self.provenance.get("site", "matrix"): self}).writers(direction, model, **how)
+        return self._alone().writers(direction, model, **how)
 
     def readers(self, direction: Any, model: Any = None, **how: Any) -> pd.DataFrame:
         """The units that read a direction of the residual stream; see `FactorSet.readers`."""
-        return FactorSet({self.provenance.get("site", "matrix"): self}).readers(direction, model, **how)
+        return self._alone().readers(direction, model, **how)
+
+    def _alone(self) -> "FactorSet":
+        return FactorSet({self.provenance.get("site", "matrix"): self})
 
     @seen
     def __repr__(self) -> str:

@@ -37,7 +37,7 @@ _OLD_NAMES = {
 
 @with_torch_defaults
 def load_coders(path: str | Path, *, layers: Iterable[int] | None = None) -> dict[str, CoderUnits]:
-    """SAEs or transcoders of a folder, as units: what `attach`, `attribute` and all else take.
+    """Load the SAEs or transcoders of a folder as units, which `attach`, `attribute` and all else take.
 
         coders = swd.load_coders("gpt2-small-mlp-out")      # cfg.json and sae_weights.safetensors, or folders of these
         with swd.attach(model, coders): ...

@@ -58,7 +58,7 @@ def write_index(folder: Path, entries: Mapping[str, Mapping[str, Any]], provenan
     """Make the folder hold exactly these matrices, in this order.
 
     Args:
-        entries: site -> what `write_pair` returned, with "settings" and "provenance".
+        entries: site -> what `write_site` returned, with "settings" and "provenance".
         provenance: of the whole set. Numbers that are not finite become null.
     """
     # Made into text first: values that json cannot write must fail before anything is replaced.
@@ -89,7 +89,7 @@ def _named_in(folder: Path) -> dict[str, str] | None:
 
 
 def _remove(folder: Path, files: Mapping[str, str]) -> None:
-    """Remove files that have a name that we give, and the hash; what else the index names is somebody else's."""
+    """Remove those files whose name and hash are ours; any other file that an index names belongs to somebody else."""
     for name, digest in files.items():
         path = folder / name
         if not OUR_NAME.fullmatch(name) or not path.is_file():

@@ -1,4 +1,4 @@
-"""keys: what a caller may write where a site of a set, or a unit, is meant.
+"""keys: the ways to name a site of a set, or a unit.
 
 1. A key of a set names one matrix ("blocks.8.mlp_out", "blocks.8.mlp.W_out", "h.8.mlp.c_proj", ("mlp_out", 8) as a cache has it)
    or several (a glob, a kind "mlp_out", "all", a list): `sites_of_key` says which, and `names_one` which of the two it is.
@@ -145,7 +145,7 @@ def single_units(given: Any) -> list[Any]:
 
 
 def _is_row(given: Any) -> bool:
-    """A row of a table: it names its columns."""
+    """Whether this is a row of a table, which names its columns."""
     return isinstance(given, pd.Series | Mapping) and "unit" in given
 
 
@@ -155,7 +155,7 @@ def _is_unit_pair(given: Any) -> TypeGuard[tuple[Any, SupportsInt]]:
 
 
 def _known_site(name: str, sites: Collection[str]) -> str | None:
-    """The one of these sites that goes by a name; None where none does, or several."""
+    """Find the one of these sites that goes by a name; None where none does, or several."""
     if name in sites and is_site_name(name):  # a FactorSet holds its matrices' other names, too
         return name
     named = [Site(*split_name(site), 1, 1) for site in sites if is_site_name(site)]
@@ -166,7 +166,7 @@ def _known_site(name: str, sites: Collection[str]) -> str | None:
 
 
 def _is_whole(value: Any) -> TypeGuard[SupportsInt]:
-    """A whole number of Python, NumPy or torch; True is none."""
+    """Whether a value is a whole number of Python, NumPy or torch; True is not."""
     if isinstance(value, bool | str) or not hasattr(value, "__int__") or getattr(value, "ndim", 0) != 0:
         return False
     try:

@@ -170,7 +170,7 @@ class UnitSet(Mapping[str, Units]):
         return {site: _identity(units) for site, units in self._units.items()}
 
     def require_made_for(self, settings: Mapping[str, Any], what: str) -> None:
-        """See `require_made_for`."""
+        """Require that `what`, with these settings, was made for exactly these units; see the function of this name."""
         require_made_for(self, settings, what)
 
     def __repr__(self) -> str:

@@ -31,7 +31,7 @@ from jaxtyping import install_import_hook  # noqa: E402
 
 with install_import_hook("swd_lens", "beartype.beartype"):
     import swd_lens as swd
-    from swd_lens.units.storage import StoredPair
+    from swd_lens.units.storage import StoredSite
 
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError  # noqa: E402
 
@@ -82,7 +82,7 @@ load = swd.FactorSet.from_pretrained
 
 def push_and_load():
     made: list[str] = []
-    dense = StoredPair.dense
+    parts = StoredSite.parts
     url = FIRST.push_to_hub("user/first", token=TOKEN)
     repository = hub.repositories["user/first"]
     assert url == f"{hub.url}/user/first/commit/{repository.head}"
@@ -96,13 +96,13 @@ def push_and_load():
     config = json.loads(files["config.json"])
     assert config == {"library_name": "swd_lens", "format": 1, "base_model": "gpt2"}
     assert 'FactorSet.from_pretrained("user/first")' in files["README.md"].decode()
-    StoredPair.dense = lambda pair: made.append(pair.path.name) or dense(pair)
+    StoredSite.parts = lambda stored: made.append(stored.site) or parts(stored)
     try:
         loaded = load("user/first")
         assert loaded.edges == FIRST.edges and repr(loaded).count("in its file") == 2
         assert not made, f"loading made the factors of {made}"
     finally:
-        StoredPair.dense = dense
+        StoredSite.parts = parts
     assert same(loaded, FIRST)
     assert same(swd.FactorSet.from_pretrained("user/first", cache_dir=FOLDER / "fresh"), FIRST)
     assert list((FOLDER / "fresh").glob("models--user--first/snapshots/*/factors.json"))

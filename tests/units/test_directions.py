@@ -63,7 +63,7 @@ def test_readers_pass_the_norm_s_weight():
         ({"direction": torch.zeros(16)}, r"a finite \(d_model,\) vector that is not zero, .* got shape \(16,\)"),
         ({"direction": (3, 3)}, r"two different tokens; got shape \(16,\)"),
         ({"direction": 3.5}, "3.5 is no direction"),
-        ({"direction": 3, "model": None}, "the direction 3 is of tokens; say whose"),
+        ({"direction": 3, "model": None}, "the direction 3 names tokens; pass the model"),
         ({"direction": 10**6}, "id 1000000 is outside 0 to"),
         ({"direction": " he"}, "' he': this host has no tokenizer, give token ids"),
         ({"direction": 3, "by": "size"}, "by must be one of 'cosine', 'dot product', got 'size'"),

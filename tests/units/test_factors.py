@@ -14,7 +14,7 @@ from swd_lens.base.errors import AttachError, FactorFileError
 from swd_lens.units.exact import svd_factors
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.integrity import Offsets, Probe
-from swd_lens.units.storage import StoredPair
+from swd_lens.units.storage import StoredSite
 from tests.remains import left_by_a_killed_process
 from tests.units.made import same, small, sparse_factors
 
@@ -88,7 +88,7 @@ def test_other_records_share_the_values_and_their_watch():
     other.weight.data.mul_(2)
     with pytest.raises(ValueError, match=r"x: the dense weight .* was changed in place"):
         other.relmse()
-    f.relmse()
+    assert other.relmse(weight=f.weight) == f.relmse()
     f.read.data.mul_(2)  # which counts no version
     for each in (f, other):
         with pytest.raises(AttachError, match="were changed in place"):
@@ -160,8 +160,8 @@ def test_opening_makes_no_factors(tmp_path, monkeypatch):
     saved = FactorSet({"blocks.0.mlp_out": sparse_factors(40, 20, 30, 0.3), "blocks.1.mlp_out": small()})
     saved.save(tmp_path)
     made: list[str] = []
-    dense = StoredPair.dense
-    monkeypatch.setattr(StoredPair, "dense", lambda pair: made.append(pair.path.name[:16]) or dense(pair))
+    parts = StoredSite.parts
+    monkeypatch.setattr(StoredSite, "parts", lambda stored: made.append(stored.site) or parts(stored))
     loaded = FactorSet.load(tmp_path)
     assert loaded.edges == saved.edges and loaded.n_units == saved.n_units and loaded.sparsity == saved.sparsity
     assert "blocks.1.mlp_out" in loaded and "blocks.2.mlp_out" not in loaded

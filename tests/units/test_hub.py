@@ -13,7 +13,7 @@ import torch
 
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.hub import OnHub
-from swd_lens.units.storage import StoredPair
+from swd_lens.units.storage import StoredSite
 
 SCRIPT = Path(__file__).parent / "hub_scenarios.py"
 
@@ -95,7 +95,7 @@ def test_configuration(tmp_path):
 def test_card(tmp_path, monkeypatch):
     toy().save(tmp_path)
     loaded = FactorSet.load(tmp_path)
-    monkeypatch.setattr(StoredPair, "dense", lambda pair: pytest.fail("the card made the factors"))
+    monkeypatch.setattr(StoredSite, "parts", lambda stored: pytest.fail("the card made the factors"))
     card = loaded.generate_model_card(repo_id="user/repo")
     assert card.data.base_model == "EleutherAI/pythia-70m" and card.data.library_name == "swd_lens"
     assert "sparse-weight-decomposition" in card.data.tags

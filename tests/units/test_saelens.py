@@ -270,14 +270,6 @@ def test_a_norm_to_fold():
     torch.testing.assert_close(units.decode(units.encode(inputs(D_MODEL))), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_low_precision_is_cast_at_the_border_and_the_sae_stays_as_it_is():
-    sae = make("jumprelu", dtype="bfloat16")
-    (units,) = from_saelens(sae).values()
-    y = units.run(inputs(D_MLP), dense)
-    assert y.dtype == torch.float32 and sae.W_dec.dtype == torch.bfloat16
-    assert torch.equal(y, sae(dense(inputs(D_MLP))).float())
-
-
 def test_the_batch_top_k_is_caught_by_its_behaviour_too():
     # Were it not called a training SAE, the trial would still see that its units look at the other positions.
     from swd_lens.units import saelens

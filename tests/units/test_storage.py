@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from swd_lens.base.errors import FactorFileError
 from swd_lens.units.factors import Factors, FactorSet, write_factors
 from swd_lens.units.index import FORMAT_VERSION, entries_in, open_folder
 from swd_lens.units.integrity import Offsets, Origin, Probe, from_tensors, sketch
-from swd_lens.units.storage import StoredPair
+from swd_lens.units.storage import StoredSite
 from tests.units.made import rewrite, small
 
 GOLDEN = Path(__file__).parents[1] / "golden_files" / "factors_v1"
@@ -246,7 +247,9 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path):
 
 def test_files_without_records_hold_no_extras(tmp_path):
     Factors(torch.eye(2), torch.eye(2)).save(tmp_path)
-    assert StoredPair(tmp_path, entries_in(tmp_path)["matrix"]).extras() == {}
+    (path,) = tmp_path.glob("*.safetensors")
+    assert set(load_file(path)) == {"read.index", "read.value", "write.index", "write.value"}
+    assert Factors.load(tmp_path).origin is None
 
 
 # ---------------------------------------------------------------------------------------------- damaged
@@ -282,7 +285,7 @@ def test_wrong_contents(tmp_path, changed, message):
 def test_damaged_files(tmp_path):
     FactorSet({"blocks.0.mlp_out": small()}).save(tmp_path)
     (path,) = tmp_path.glob("*.safetensors")
-    whole = path.read_bytes()
+    whole, entry = path.read_bytes(), entries_in(tmp_path)["blocks.0.mlp_out"]
     for damaged in (whole[:-1], whole[:10], b"", bytes([*whole[:-1], whole[-1] ^ 1])):
         path.write_bytes(damaged)
         with pytest.raises(FactorFileError, match=r"is not the file that factors\.json was written with"):
@@ -290,7 +293,7 @@ def test_damaged_files(tmp_path):
     for damaged in (b"", whole[:10], whole[:-1]):  # cut short before it was hashed
         path.write_bytes(damaged)
         with pytest.raises(FactorFileError, match="is not a file of factors, or damaged"):
-            StoredPair(tmp_path, {"file": path.name, "d_in": 2, "units": 2, "d_out": 2})
+            StoredSite(tmp_path, "matrix", {**entry, "file": path.name})
     path.unlink()
     with pytest.raises(FactorFileError, match=r"the factors of blocks\.0\.mlp_out, is missing"):
         FactorSet.load(tmp_path)
