@@ -30,6 +30,8 @@ import torch  # noqa: E402 - the client reads its settings when it is imported
 from jaxtyping import install_import_hook  # noqa: E402
 
 with install_import_hook("swd_lens", "beartype.beartype"):
+    from made import same
+
     import swd_lens as swd
     from swd_lens.units.storage import StoredSite
 
@@ -52,15 +54,6 @@ def factors(seed: int, *sites: str) -> swd.FactorSet:
 
 FIRST = factors(1, "blocks.0.mlp_in", "blocks.0.mlp_out")
 SECOND = factors(2, "blocks.0.mlp_out")
-
-
-def same(a: swd.FactorSet, b: swd.FactorSet) -> bool:
-    return (
-        list(a) == list(b)
-        and a.provenance == b.provenance
-        and all(torch.equal(a[s].read, b[s].read) and torch.equal(a[s].write, b[s].write) for s in b)
-        and all(a[s].settings == b[s].settings and a[s].provenance == b[s].provenance for s in b)
-    )
 
 
 def raises(kind: type[Exception], *fragments: str):

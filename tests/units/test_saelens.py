@@ -18,9 +18,6 @@ from swd_lens.hosts.sites import Site
 from swd_lens.units.coder import CoderUnits, is_counted
 from swd_lens.units.saelens import from_saelens
 from swd_lens.units.unit_set import as_units
-from tests.micro import random_split, random_tokens, toy_model
-
-pytestmark = pytest.mark.filterwarnings("ignore:the mean margin of")  # of a model with random weights
 
 D_MODEL, D_MLP, UNITS = 6, 10, 16
 SITE = "blocks.1.mlp_out"
@@ -363,39 +360,6 @@ def test_training_saes_become_units_through_their_inference_files(tmp_path):
         ((site, units),) = from_saelens(released).items()
         assert (site, units.name) == (SITE, becomes)
         assert torch.equal(units.run(inputs(D_MLP), dense), released(dense(inputs(D_MLP))))
-
-
-# ---------------------------------------------------------------------------------------------- beside SWD
-
-
-def test_they_go_the_way_of_swd(tmp_path):
-    import swd_lens as swd
-
-    model, tokens = toy_model(), random_tokens(8, 10)
-    validation, test = random_split(seed=2, name="validation"), random_split(seed=1, name="test")
-    task = swd.Task("by hand", random_split(), validation, test, "made here", False)
-    d_mlp, d_model = 32, 16
-    about = {"read": "mlp.hook_in", "d_in": d_model, "d_out": d_model}
-    sources = {
-        "transcoder": transcoder(d_in=d_mlp, d_out=d_model),
-        "whole MLP": transcoder("JumpReLUTranscoder", **about),
-        "on the output": make("gated", width=d_model),
-        "on the input": make("topk", width=d_mlp, meta={"hook_name": "blocks.1.mlp.hook_post"}),
-    }
-    factors = swd.factorize(model, SITE, sparsity=0.5, tokens=tokens, outer_iterations=3, progress=False)
-    found = swd.compare({"SWD": factors, **sources}, model, task, tokens=tokens)
-    assert found.table()["method"].tolist() == ["SWD", *sources]
-    for name, sae in sources.items():
-        (site,) = from_saelens(sae)
-        assert found.fidelities[name] == swd.fidelity(model, sae, tokens)
-        scores = swd.attribute(model, sae, task.train)
-        curve = swd.evaluate(model, sae, task.test, scores)
-        assert curve.rows["edges"].tolist() == found["by hand"].curves[name].rows["edges"].tolist()
-        circuit = curve.circuit(4)
-        assert len(circuit.names) == 4 and all(name.startswith(f"{site}/") for name in circuit.names)
-        with circuit.attach(model, sae), torch.no_grad():
-            kept = model(tokens)
-        assert torch.isfinite(kept).all()
 
 
 def test_version():

@@ -12,24 +12,13 @@ from swd_lens.units.coder import CoderUnits
 from swd_lens.units.factors import Factors
 from swd_lens.units.integrity import fingerprint
 from tests.micro import toy_model
+from tests.units.test_coder import OpenCoder
 
 SITE = "blocks.1.mlp_out"
 
 
-class Coder(torch.nn.Module):
-    """A dense coder with weights in sight."""
-
-    def __init__(self):
-        super().__init__()
-        draw = torch.Generator().manual_seed(0)
-        self.W_enc = torch.nn.Parameter(torch.randn(32, 5, generator=draw))
-        self.W_dec = torch.nn.Parameter(torch.randn(5, 16, generator=draw))
-
-    def encode(self, x):
-        return x @ self.W_enc
-
-    def decode(self, z):
-        return z @ self.W_dec
+def ones(d_in):
+    return torch.ones(d_in, 5), torch.ones(5, 16)
 
 
 @pytest.fixture
@@ -47,18 +36,14 @@ def test_what_was_given_becomes_one_mapping_in_execution_order(model, factors):
     assert list(whole) == [site.name for site in find_sites(model)] == [site.name for site in whole.sites]
     assert whole.provenance == factors.provenance and whole[SITE] is factors[SITE]
     assert whole.sizes[SITE] == 16 and whole.n_units == factors.n_units
-    backwards = UnitSet.of(host_of(model), {"blocks.1.mlp.W_out": factors[SITE], "blocks.0.attn_o": Coder16()})
+    backwards = UnitSet.of(
+        host_of(model), {"blocks.1.mlp.W_out": factors[SITE], "blocks.0.attn_o": OpenCoder(*ones(16))}
+    )
     assert list(backwards) == ["blocks.0.attn_o", SITE] and list(backwards.coders) == ["blocks.0.attn_o"]
     assert list(backwards.factors) == [SITE] and backwards.factors[SITE] is factors[SITE]
     assert list(UnitSet.of(model, factors[SITE])) == [SITE]
     with pytest.raises(AttachError, match="the set is empty"):
         UnitSet.of(model, {})
-
-
-class Coder16(Coder):
-    def __init__(self):
-        super().__init__()
-        self.W_enc = torch.nn.Parameter(torch.ones(16, 5))
 
 
 def test_a_set_of_this_host_is_handed_on_as_it_is(model, factors):
@@ -71,7 +56,7 @@ def test_a_set_of_this_host_is_handed_on_as_it_is(model, factors):
 
 
 def test_vectors_and_edges(model, factors):
-    coder = Coder()
+    coder = OpenCoder(*ones(32))
     units = UnitSet.of(model, {"blocks.0.mlp_out": factors["blocks.0.mlp_out"], SITE: coder})
     assert units.read_vectors("blocks.0.mlp_out") is factors["blocks.0.mlp_out"].read
     assert units.write_vectors("blocks.0.mlp_out") is factors["blocks.0.mlp_out"].write
