@@ -41,7 +41,7 @@ def sites_of_key(key: Any, available: Mapping[str, tuple[int, int]]) -> list[str
     if isinstance(key, str) and key in available:
         return [key]
     sites = [Site(*split_name(name), *shape) for name, shape in available.items() if is_site_name(name)]
-    listed = [key] if isinstance(key, str | Site) or _is_layer_pair(key) else key
+    listed: Any = [key] if isinstance(key, str | Site) or _is_layer_pair(key) else key
     patterns: list[Any] = []  # as `select_sites` reads them
     for each in listed if isinstance(listed, Iterable) else ():
         if _is_layer_pair(each):

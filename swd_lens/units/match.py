@@ -91,8 +91,9 @@ def same_weights(host: Host, site: Site, made_from: Mapping[str, Any]) -> bool:
     sha, rounded, dtype = made_from.get("weight_sha256"), made_from.get("weight_checksums"), dtype_of(host)
     if sha is None or weight_fingerprint(host, site) == sha:
         return True
-    known = isinstance(rounded, Mapping) and dtype in _ROUNDED and dtype in rounded
-    return known and rounded[dtype] == rounded_checksum(host, site, dtype)
+    if not isinstance(rounded, Mapping) or dtype not in _ROUNDED:
+        return False
+    return rounded.get(dtype) == rounded_checksum(host, site, dtype)
 
 
 def same_input(host: Host, site: Site, origin: Origin | None) -> bool:
