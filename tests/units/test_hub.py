@@ -35,7 +35,7 @@ def results(tmp_path_factory) -> dict[str, str | None]:
     """What became of every scenario: None, or a traceback."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("hub"))],
-        cwd=SCRIPT.parent.parent,
+        cwd=SCRIPT.parents[2],
         env={**os.environ, "PYTHONPATH": "."},
         capture_output=True,
         text=True,
