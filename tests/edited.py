@@ -1,4 +1,4 @@
-"""Ways past an attachment to a host's weights and to factors: test_watch.py of units and of bridges tries each of them."""
+"""Ways past an attachment to a host's weights and to factors: units/test_projection.py and bridge/test_watch.py try each."""
 
 from collections.abc import Callable
 from typing import Any

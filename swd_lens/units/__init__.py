@@ -14,7 +14,7 @@ from swd_lens.units.attach import (
 )
 from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.folders import load_coders
-from swd_lens.units.match import described, matrices_of, origin_of, transport_set, weight_fingerprint
+from swd_lens.units.match import described, matrices_of, origin_of, weight_fingerprint
 from swd_lens.units.projection import Projection, UnitProjection
 from swd_lens.units.saelens import from_saelens
 from swd_lens.units.unit_set import UnitSet, as_units
@@ -43,6 +43,5 @@ __all__ = [
     "probe_tokens",
     "require_detached",
     "require_free",
-    "transport_set",
     "weight_fingerprint",
 ]

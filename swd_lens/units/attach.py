@@ -1,26 +1,24 @@
 """attach: put units in place of a host's dense matrices, and take them out again without a trace.
 
-1. Check everything before touching anything: sites exist, shapes fit, the factors were made from this very W (match.py),
-   no site (nor one that shares its weights) is attached already.
-2. List the swaps, then do them; each leaves an undo step. If one fails, those done are undone. Methods that rewrite
+1. `attach` checks everything before touching anything: sites exist, shapes fit, the factors were made from this very W
+   (match.py), no site (nor one that shares its weights) is attached already.
+2. Then it mounts the units; each step leaves an undo step, and if one fails, those done are undone. Methods that rewrite
    weights are refused from here on, and sites that do not run are reported (projection.py).
 3. Whenever a loaded set is attached whole to a host with nothing else in it, its probe is run: tokens whose z and y were stored
    with the factors (`add_probe`). Loads-but-wrongly (another model's forward, a changed normalization, a rounding) ends in an
    error instead of in a paper. Parts of a set, sets put together, nested attachments and hooks of the user's change what
    enters a site: there it is not asked.
-4. What stands is watched (projection.py): a host's matrix or factors that are changed while they are attached end the next
-   forward, or the next call, in an error.
-5. While `dense` is open, the units hand over to the host's own products.
-6. `detach` (or leaving the with block, also by an exception) runs the undo steps in reverse order, and checks afterwards.
-7. What stands is listed in the host itself, for `detach(model)`: whoever lost the handle takes the units out with it. A copy
+4. An attachment is watched (projection.py): a host's matrix or factors that are changed while they are attached end the next
+   forward, or the next call, in an error. While `dense` is open, the units hand over to the host's own products.
+5. `detach` (or leaving the with block, also by an exception) runs the undo steps in reverse order, and checks afterwards.
+   Attachments are listed in the host itself, for `detach(model)`: whoever lost the handle takes the units out with it. A copy
    of the host has no such list.
-8. From `attach` to `detach` Ctrl-C is held back where it would leave a host half changed, or changed without a handle
+6. From `attach` to `detach` Ctrl-C is held back where it would leave a host half changed, or changed without a handle
    (base/interrupts.py).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -66,29 +64,9 @@ class Attachment:
         sites: where they stand, in execution order.
     """
 
-    def __init__(self, units: UnitSet, undo: Undo):
-        """Mounts the units, which `attach` has checked; `undo` is the caller's, so that an interruption leaves it in a hand."""
-        self.factors, self.sites, self._undo = units, units.sites, undo
+    def __init__(self, units: UnitSet):
+        self.factors, self.sites, self._undo = units, units.sites, Undo()
         self._projections: dict[str, Projection] = {}
-        host = units.host
-        hold_back_interrupts(undo.push)
-        hold(host.model, "attach", undo.push)
-        _list(self, undo)
-        host.guard(_WHILE_ATTACHED, undo.push)
-        of_layer: dict[int, dict[str, Projection]] = {}
-        for site in units.sites:
-            block = host.model.blocks[site.layer]
-            # Like the block's own parameters: the layers of a large host may lie on several devices.
-            projection, hook = projection_of(units[site.name], site.name, next(block.parameters()))
-            projection.train(block.training)
-            hook.train(block.training)
-            host.swap(site, projection, hook, undo.push)
-            projection.watch = Watch(host, site, units[site.name])
-            keep_watch(host.model, projection.watch, undo.push)
-            self._projections[site.name] = of_layer.setdefault(site.layer, {})[site.name] = projection
-        cover_helpers(host.model, self._projections, undo.push)
-        for layer, projections in of_layer.items():
-            watch_block(host.model.blocks[layer], projections, undo.push)
 
     def projection(self, site: str) -> Projection:
         """The module that stands in the site's dense product."""
@@ -130,8 +108,6 @@ class Attachment:
         with bypassed(self._projections.values()):
             yield
 
-    suspended = dense  # its former name
-
     @unparted
     def __enter__(self) -> "Attachment":
         if not self._undo:
@@ -155,17 +131,13 @@ class Attachment:
         return brief(str(self))
 
     def _repr_html_(self) -> str:
-        rows = [
-            {
-                "hook of z": site.hook_name,
-                "units": units.n_units,
-                "replaces": site.name,
-                "shape": f"({site.d_in}, {site.d_out})",
-            }
-            for site in self.sites
-            for units in [self.factors[site.name]]
-        ]
-        return card(f"Attachment of {len(rows)} sites, {self._state()}", pd.DataFrame(rows))
+        columns = {
+            "hook of z": [site.hook_name for site in self.sites],
+            "units": [self.factors[site.name].n_units for site in self.sites],
+            "replaces": [site.name for site in self.sites],
+            "shape": [f"({site.d_in}, {site.d_out})" for site in self.sites],
+        }
+        return card(f"Attachment of {len(self.sites)} sites, {self._state()}", pd.DataFrame(columns))
 
     def _state(self) -> str:
         return "attached" if self.attached else "detached"
@@ -194,14 +166,38 @@ def attach(model: Any, factors: Any) -> Attachment:
         UnsupportedHostError: see `swd_lens.hosts.host_of`, or a setting of the host under which z would not be one vector
             per position.
     """
+    # 1. Check everything before anything is touched.
     host = host_of(model)
     units = UnitSet.of(host, factors)
     require_free(host, units.sites)
     for site in units.sites:
         check_units(host, site, units[site.name])
-    undo = Undo()
-    with undo.if_broken():
-        attachment = Attachment(units, undo)
+    # 2. From here on every step is undone: if one fails or is interrupted, now; else by `detach`.
+    attachment = Attachment(units)
+    push = attachment._undo.push
+    with attachment._undo.if_broken():
+        # 3. The host is this thread's, lists the attachment, and refuses methods that rewrite weights.
+        hold_back_interrupts(push)
+        hold(host.model, "attach", push)
+        _list_in(host.model, attachment)
+        host.guard(_WHILE_ATTACHED, push)
+        # 4. Swap each site's dense product for a projection.
+        of_layer: dict[int, dict[str, Projection]] = {}
+        for site in units.sites:
+            block = host.model.blocks[site.layer]
+            # Like the block's own parameters: the layers of a large host may lie on several devices.
+            projection, hook = projection_of(units[site.name], site.name, next(block.parameters()))
+            projection.train(block.training)
+            hook.train(block.training)
+            host.swap(site, projection, hook, push)
+            projection.watch = Watch(host, site, units[site.name])
+            keep_watch(host.model, projection.watch, push)
+            attachment._projections[site.name] = of_layer.setdefault(site.layer, {})[site.name] = projection
+        # 5. Tell TransformerLens' own helpers, and see to it that sites that do not run are reported.
+        cover_helpers(host.model, attachment._projections, push)
+        for layer, projections in of_layer.items():
+            watch_block(host.model.blocks[layer], projections, push)
+        # 6. Compare z and y with those that were stored with the factors.
         check_probe(units)
     return attachment
 
@@ -225,22 +221,21 @@ def detach(model: Any) -> None:
     attachments = tuple(reversed(getattr(model, "__dict__", {}).get(_STANDING, ())))
     if attachments:
         claim(model)
-        _take_out(attachments)
+        _run_all([attachment._undo for attachment in attachments])
     host = host_of(model)
     for attachment in attachments:
         attachment._require_unedited()
-    for site in (*host.sites(), *host.alternatives()):
-        if host.is_swapped(site):
-            raise AttachError(
-                f"the units at {site.name} came with a copy of a host to which they were attached, and detach knows what "
-                "was attached to a host itself; copy or store the host while it has no units"
-            )
+    if left := _attached(host):
+        raise AttachError(
+            f"the units at {left[0]} came with a copy of a host to which they were attached, and detach knows what was "
+            "attached to a host itself; copy or store the host while it has no units"
+        )
 
 
 @unparted
-def _take_out(attachments: Iterable[Attachment]) -> None:
-    for attachment in attachments:
-        attachment._undo.run()
+def _run_all(undos: Sequence[Undo]) -> None:  # one function: Ctrl-C does not part them
+    for undo in undos:
+        undo.run()
 
 
 class _Listed(list[Attachment]):
@@ -253,9 +248,9 @@ class _Listed(list[Attachment]):
         return _Listed, ()
 
 
-def _list(attachment: Attachment, undo: Undo) -> None:
-    """Have `detach(model)` find it, until the undo."""
-    own = attachment.factors.host.model.__dict__
+def _list_in(model: Any, attachment: Attachment) -> None:
+    """Have `detach(model)` find an attachment, until its undo."""
+    own = model.__dict__
 
     def forget() -> None:
         listed = own.get(_STANDING, _Listed())
@@ -263,7 +258,7 @@ def _list(attachment: Attachment, undo: Undo) -> None:
         if not listed:
             own.pop(_STANDING, None)
 
-    undo.push(forget)
+    attachment._undo.push(forget)
     own.setdefault(_STANDING, _Listed()).append(attachment)
 
 
@@ -281,24 +276,31 @@ def require_free(host: Host, sites: Sequence[Site]) -> None:
 
 def attached_at(host: Host, site: Site) -> str | None:
     """The attached site that is this one or shares its weights; None where there is none."""
-    everywhere = {each.name: each for each in (*host.sites(), *host.alternatives())}
-    names = (site.name, *overlapping(site.name))
-    return next((name for name in names if name in everywhere and host.is_swapped(everywhere[name])), None)
+    attached = _attached(host)
+    return next((name for name in (site.name, *overlapping(site.name)) if name in attached), None)
 
 
 def require_detached(model: Any, call: str) -> None:
     """Raises AttachError where units are attached to a host that a call takes as the dense one."""
-    host = host_of(model)
-    for site in (*host.sites(), *host.alternatives()):
-        if host.is_swapped(site):
-            raise AttachError(f"{call} is of the dense host, and units are attached at {site.name}: detach them first")
+    if attached := _attached(host_of(model)):
+        raise AttachError(f"{call} is of the dense host, and units are attached at {attached[0]}: detach them first")
+
+
+def is_bare(host: Host, beside: Collection[str] = ()) -> bool:
+    """Whether no hooks, and no units but at the sites named, change what this host computes."""
+    return not any(hook.fwd_hooks for hook in host.model.hook_dict.values()) and set(_attached(host)) <= set(beside)
+
+
+def _attached(host: Host) -> list[str]:
+    """Names of the places where units are attached, also of whole MLPs and of matrices that share weights with others."""
+    return [site.name for site in (*host.sites(), *host.alternatives()) if host.is_swapped(site)]
 
 
 # ---------------------------------------------------------------------------------------------- probe
 
 
 def probe_tokens(rows: Int[Tensor, "rows pos"] | None, d_vocab: int, n_ctx: int) -> list[int]:
-    """The first calibration tokens, or seeded random ones without calibration."""
+    """Choose a probe's tokens: the first calibration tokens, or seeded random ones without calibration."""
     if rows is not None:
         return rows[0, :PROBE_LENGTH].tolist()
     length = min(PROBE_LENGTH, n_ctx)
@@ -310,28 +312,37 @@ def add_probe(f: Factors, model: Any, site: Site, tokens: list[int]) -> Factors:
     if drops_out(model):
         return f
     run = record(host_of(model), torch.tensor([tokens]), inputs=[site], keep=lambda h: h[0, -1].float().cpu())
-    h = run.inputs[site.name]
-    return replace(f, probe=Probe.of(h, f.read, f.write, f.offsets))
+    return f.with_records(probe=Probe.of(run.inputs[site.name], f.read, f.write, f.offsets))
 
 
 def check_probe(units: UnitSet) -> None:
     """Run the probe of a set that has just been attached as a whole, to a host without dropout, hooks or other units.
 
     Raises:
-        AttachError: a site does not give the stored z or y.
+        AttachError: a site does not give the stored z or y, or the stored tokens cannot be run by this host.
     """
-    host = units.host
-    if not _is_as_it_was_made(units):
+    host, cfg = units.host, units.host.model.cfg
+    if "probe_tokens" not in units.provenance or set(units) != set(units.provenance.get("probe_sites", ())):
         return
+    if units.coders or any(f.probe is None for f in units.factors.values()) or drops_out(host.model):
+        return
+    if not is_bare(host, set(units)):
+        return
+    ids = units.provenance["probe_tokens"]
+    whole = isinstance(ids, list | tuple) and all(type(token) is int and 0 <= token < cfg.d_vocab for token in ids)
+    if not whole or not 1 <= len(ids) <= cfg.n_ctx:
+        raise AttachError(
+            f"the probe of these factors was made on tokens that this host cannot run: {quoted(ids)}. Load them from a "
+            "copy, or factorize again"
+        )
     tolerance = _TOLERANCE.get(dtype_of(host), _ROUNDED_TOLERANCE)
-    tokens = _probe_row(units)
     # z as the mounted units compute it: the kernel is tried, too, and y is one product with a few columns.
-    run = record(host, tokens, units=units.sites, keep=lambda z: z[0, -1].double().cpu())
+    row = torch.tensor([ids], dtype=torch.int64)
+    run = record(host, row, units=units.sites, keep=lambda z: z[0, -1].double().cpu())
     for name, z in run.units.items():
         f = units.factors[name]
-        probe = f.probe
-        assert probe is not None
-        what, difference = probe.misfit(z, f.write, f.offsets)
+        assert f.probe is not None
+        what, difference = f.probe.misfit(z, f.write, f.offsets)
         if difference > tolerance:
             raise AttachError(
                 f"the probe of {name} fails: on the stored tokens its units give a {what} that is off by {difference:.2g} "
@@ -339,36 +350,3 @@ def check_probe(units: UnitSet) -> None:
                 "made: compare model, transformer_lens version and settings (attention, positions, normalization), or "
                 "factorize again"
             )
-
-
-def _probe_row(units: UnitSet) -> Int[Tensor, "1 pos"]:
-    """The tokens of the set's probe, as a row.
-
-    Raises:
-        AttachError: the provenance holds something that this host cannot run.
-    """
-    ids, cfg = units.provenance["probe_tokens"], units.host.model.cfg
-    whole = isinstance(ids, list | tuple) and all(type(token) is int and 0 <= token < cfg.d_vocab for token in ids)
-    if not whole or not 1 <= len(ids) <= cfg.n_ctx:
-        raise AttachError(
-            f"the probe of these factors was made on tokens that this host cannot run: {quoted(ids)}. Load them from a "
-            "copy, or factorize again"
-        )
-    return torch.tensor([ids], dtype=torch.int64)
-
-
-def _is_as_it_was_made(units: UnitSet) -> bool:
-    """Whether what enters every site should now be what entered it when the set was made."""
-    if "probe_tokens" not in units.provenance or set(units) != set(units.provenance.get("probe_sites", ())):
-        return False
-    if units.coders or any(f.probe is None for f in units.factors.values()) or drops_out(units.host.model):
-        return False
-    return is_bare(units.host, set(units))
-
-
-def is_bare(host: Host, beside: Collection[str] = ()) -> bool:
-    """Whether no hooks, and no units but at the sites named, change what this host computes."""
-    if any(hook.fwd_hooks for hook in host.model.hook_dict.values()):
-        return False
-    everywhere = (*host.sites(), *host.alternatives())
-    return not any(host.is_swapped(site) for site in everywhere if site.name not in beside)

@@ -27,7 +27,7 @@ _REPLACED = {"attn_o": ("attn", "W_O"), "mlp_out": ("mlp", "W_out"), "mlp": ("ml
 
 
 class UnitCache(ActivationCache):
-    """What `run_with_cache` gives while units are attached.
+    """An ActivationCache that `run_with_cache` gives while units are attached.
 
     Attributes:
         stood: site name -> the projection that computed there in this run.
@@ -37,7 +37,7 @@ class UnitCache(ActivationCache):
 
     @classmethod
     def of(cls, cache: ActivationCache, stood: Mapping[str, Projection]) -> "UnitCache":
-        """The same cache, with what stood in its run."""
+        """Turn a cache into one that knows the units of its run."""
         cache.__class__ = cls
         assert isinstance(cache, UnitCache)
         cache.stood = stood
@@ -62,7 +62,7 @@ class UnitCache(ActivationCache):
         return self._of_what_ran("get_full_resid_decomposition").get_full_resid_decomposition(*args, **kwargs)
 
     def _of_what_ran(self, helper: str) -> ActivationCache:
-        """The same activations, beside a host whose W_O and W_out are those of what ran."""
+        """A cache of the same activations, whose model shows the W_O and W_out that ran."""
         if helper in _BY_HEADS:
             # Upstream computes the heads of all layers at once: refused as a whole, so that none is kept without the others.
             for site, projection in self.stood.items():

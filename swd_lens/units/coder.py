@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from swd_lens.base.checks import one_of
 from swd_lens.base.errors import UnitSourceError, legible, quoted, seen
 
 SIDES = ("input", "output")
@@ -20,7 +21,7 @@ SIDES = ("input", "output")
 
 @runtime_checkable
 class Units(Protocol):
-    """What attaching and the circuit code need of a unit source at one site. `swd_lens.units.factors.Factors` are Units.
+    """Sizes, edges and provenance of a unit source at one site, which attaching and the circuit code need; Factors have them.
 
     For annotations. Nothing may hang on isinstance(source, Units): up to Python 3.11 it asks for the value of each property,
     from 3.12 on only whether the class has one, so that an SAE that does not know its site passes. Ask `is_counted`.
@@ -92,9 +93,8 @@ class CoderUnits:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for what, side in (("reads", self.reads), ("writes", self.writes)):
-            if side not in SIDES:
-                raise UnitSourceError(f"{what} must be one of {SIDES}, got {quoted(side)}")
+        one_of("reads", self.reads, SIDES, UnitSourceError)
+        one_of("writes", self.writes, SIDES, UnitSourceError)
         if (self.reads, self.writes) == ("output", "input"):
             raise UnitSourceError(
                 "units cannot read the site's output and write its input; reads='input' or writes='output'"
@@ -187,7 +187,7 @@ class CoderUnits:
         return 1.0 - self.edges / (self._known(self.d_in) * self._known(self.d_out))
 
     def _own(self, name: str) -> Tensor | None:
-        """What the coder says of its units itself, on the CPU; None where it says nothing."""
+        """A tensor that the coder holds of its units itself, on the CPU; None where it has none of this name."""
         own = getattr(self.coder, name, None)
         if own is None:
             return None

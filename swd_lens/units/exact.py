@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.base.errors import quoted
+from swd_lens.base.checks import one_of
 from swd_lens.base.settings import AUTO
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.solver.automatic import automatic_shrinkage
@@ -76,7 +76,7 @@ def _turned(
     root: Float[Tensor, "d_in d_in"] | None,
     output_root: Float[Tensor, "d_out d_out"] | None,
 ) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
-    """The same product A M M^-1 B, with the singular vectors of C A B D as units.
+    """Rewrite the product as A M M^-1 B, with the singular vectors of C A B D as units.
 
     The units of W itself are mixed among themselves and C is never inverted: what the inputs hardly show keeps its place
     in W, and a Gram of low rank makes no factor large. M = R Y with D's part R of B and the right singular vectors Y of C A R;
@@ -148,7 +148,9 @@ def random_b_factors(weight: Float[Tensor, "d_in d_out"], seed: int) -> Factors:
     """
     dense = _finite(weight)
     d_in, d_out = dense.shape
-    random = _haar_orthogonal(min(d_in, d_out), seed).to(dense.device)
+    generator, size = torch.Generator().manual_seed(seed), min(d_in, d_out)
+    q, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
+    random = (q * _signs(r.diagonal())).to(dense.device)  # QR is Haar only once R's diagonal is positive
     read, write = (dense @ random.T, random) if d_in >= d_out else (random, random.T @ dense)
     return _factors(weight, read, write, {"method": "random_b", "seed": seed})
 
@@ -168,8 +170,7 @@ def neuron_factors(weight: Float[Tensor, "d_in d_out"], side: str = "input") -> 
 
     Source: ours (evidence.md, controls).
     """
-    if side not in SIDES:
-        raise ValueError(f"side={quoted(side)}: units are the coordinates of one side, {' or '.join(map(repr, SIDES))}")
+    one_of("side", side, SIDES)
     dense = _finite(weight).float()
     identity = torch.eye(dense.shape[SIDES.index(side)], dtype=torch.float32, device=dense.device)
     read, write = (identity, dense) if side == "input" else (dense, identity)
@@ -182,14 +183,6 @@ def _finite(weight: Float[Tensor, "d_in d_out"]) -> Float[Tensor, "d_in d_out"]:
         i, j = (~torch.isfinite(weight)).nonzero()[0].tolist()
         raise ValueError(f"weight[{i}, {j}] is {float(weight[i, j])}: every entry must be finite")
     return weight.detach().double()
-
-
-def _haar_orthogonal(size: int, seed: int) -> Float[Tensor, "size size"]:
-    """QR of a Gaussian is Haar only once R's diagonal is positive: the columns take its signs."""
-    generator = torch.Generator().manual_seed(seed)
-    gaussian = torch.randn(size, size, generator=generator, dtype=torch.float64)
-    q, r = torch.linalg.qr(gaussian)
-    return q * _signs(r.diagonal())
 
 
 def _signs(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

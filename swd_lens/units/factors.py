@@ -1,4 +1,4 @@
-"""Factors: what a dense projection became. W (d_in, d_out) is replaced by read (d_in, unit) @ write (unit, d_out).
+"""Factors: two sparse matrices in place of a dense one. W (d_in, d_out) is replaced by read (d_in, unit) @ write (unit, d_out).
 
 The flow through this module:
 
@@ -13,7 +13,8 @@ The flow through this module:
 4. `FactorSet.push_to_hub` / `FactorSet.from_pretrained` do the same with a repository on the Hugging Face hub (hub.py).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -27,16 +28,24 @@ from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import AttachError, brief, legible, seen
 from swd_lens.base.snapshots import TensorSnapshot, as_normal_tensor, count_nonzeros
 from swd_lens.base.surroundings import with_torch_defaults
+from swd_lens.hosts import host_of, sites_of
+from swd_lens.units.directions import ranked
 from swd_lens.units.hub import OnHub
 from swd_lens.units.index import open_folder, write_index, writing_factors
 from swd_lens.units.integrity import Offsets, Origin, Probe, fingerprint
 from swd_lens.units.keys import names_one, sites_of_key
+from swd_lens.units.match import transported
 from swd_lens.units.storage import StoredSite, write_site
 
 __all__ = ["FactorSet", "Factors", "fingerprint", "write_factors"]
 
 # Columns of a float64 error are computed this many entries at a time: relmse needs no second matrix of W's size.
 _TILE = 2**21
+EDITED = (
+    "read, write or offsets were changed in place after these factors were made: their errors, their probe and what is "
+    "attached of them are of the old values. To go on with the new ones, take dataclasses.replace(factors), which has neither "
+    "the old errors nor the old probe, and attach that"
+)
 # What provenance says of the values: how far they were from W, and the call that makes them.
 MEASURED = ("relmse", "relative_frobenius", "recipe")
 
@@ -82,12 +91,7 @@ class Factors:
         if self.held not in (None, mark.checksums) and not self.read.is_meta:
             changes |= {"probe": None, "provenance": {k: v for k, v in self.provenance.items() if k not in MEASURED}}
         # The dense matrix is watched apart: it may change, as long as no error is asked of it.
-        weight = {} if self.weight is None else {"weight": self.weight}
-        changes |= {
-            "held": mark.checksums,
-            "mark": mark,
-            "_weight_mark": TensorSnapshot((weight, name) for name in weight),
-        }
+        changes |= {"held": mark.checksums, "mark": mark, "_weight_mark": _weight_mark(self.weight)}
         for name, value in changes.items():
             object.__setattr__(self, name, value)  # frozen for others
 
@@ -101,12 +105,7 @@ class Factors:
             AttachError: they were changed in place.
         """
         if self.mark.changed():
-            its_site = site or self.provenance.get("site", "these factors")
-            raise AttachError(
-                f"{its_site}: read, write or offsets were changed in place after these factors were made: their errors, "
-                "their probe and what is attached of them are of the old values. To go on with the new ones, take "
-                "dataclasses.replace(factors), which has neither the old errors nor the old probe, and attach that"
-            )
+            raise AttachError(f"{site or self.provenance.get('site', 'these factors')}: {EDITED}")
 
     # ------------------------------------------------------------------ sizes and counts
 
@@ -221,7 +220,7 @@ class Factors:
 
     def save(self, folder: str | Path) -> Path:
         """Write these factors into a folder, as a set of one; see `FactorSet.save`."""
-        return FactorSet({self.provenance.get("site", "matrix"): self}).save(folder)
+        return self._alone().save(folder)
 
     @classmethod
     def load(cls, folder: str | Path) -> "Factors":
@@ -238,31 +237,54 @@ class Factors:
             )
         return matrices[next(iter(matrices))]
 
+    def with_records(self, **records: Any) -> "Factors":
+        """These factors with other settings, provenance, weight, origin or probe, given by these names.
+
+        Read, write and offsets are shared: they are not hashed again, and changes in place are noticed in both.
+        """
+        assert records.keys() <= {"settings", "provenance", "weight", "origin", "probe"}, records.keys()
+        other = copy(self)
+        for name, value in records.items():
+            object.__setattr__(other, name, value)
+        if "weight" in records:
+            object.__setattr__(other, "_weight_mark", _weight_mark(other.weight))
+        return other
+
     def to(self, device: torch.device | str) -> "Factors":
-        """These factors on a device: all that takes part in y; origin and probe, records to compare with, stay where they are."""
+        """These factors on a device (themselves if they are there), with all that takes part in y.
+
+        Origin and probe, records to compare with, stay where they are.
+        """
         weight = None if self.weight is None else self.weight.to(device)
         offsets = None if self.offsets is None else self.offsets.to(device)
-        return replace(self, read=self.read.to(device), write=self.write.to(device), weight=weight, offsets=offsets)
+        read, write = self.read.to(device), self.write.to(device)
+        if read is self.read and write is self.write and offsets is self.offsets:
+            return self if weight is self.weight else self.with_records(weight=weight)
+        return replace(self, read=read, write=write, weight=weight, offsets=offsets)
 
     def transport(self, model: Any) -> "Factors":
         """These factors, moved exactly to the weight processing of another host; see `FactorSet.transport`."""
-        site = self.provenance.get("site", "matrix")
-        return FactorSet({site: self}).transport(model)[site]
+        (moved,) = self._alone().transport(model).values()
+        return moved
 
     def writers(self, direction: Any, model: Any = None, **how: Any) -> pd.DataFrame:
         """The units that write a direction to the residual stream; see `FactorSet.writers`."""
-        return FactorSet({self.provenance.get("site", "matrix"): self}).writers(direction, model, **how)
+        return self._alone().writers(direction, model, **how)
 
     def readers(self, direction: Any, model: Any = None, **how: Any) -> pd.DataFrame:
         """The units that read a direction of the residual stream; see `FactorSet.readers`."""
-        return FactorSet({self.provenance.get("site", "matrix"): self}).readers(direction, model, **how)
+        return self._alone().readers(direction, model, **how)
+
+    def _alone(self) -> "FactorSet":
+        return FactorSet({self.provenance.get("site", "matrix"): self})
 
     @seen
     def __repr__(self) -> str:
         name = self.provenance.get("site", "matrix")
+        zero_data = ", zero-data" if self.provenance.get("calibration") == "zero-data" else ""
         return (
             f"Factors({name}: ({self.d_in}, {self.d_out}) -> {self.n_units} units, "
-            f"{int(self.valid_units.sum())} valid, {self.edges:,} edges, s={self.sparsity:.4f}{_zero_data(self)})"
+            f"{int(self.valid_units.sum())} valid, {self.edges:,} edges, s={self.sparsity:.4f}{zero_data})"
         )
 
     def _repr_html_(self) -> str:
@@ -279,29 +301,9 @@ class Factors:
         return card(name, counts, valid, settings, provenance)
 
 
-def _goal(factors: "FactorSet") -> str:
-    """What a goal led to."""
-    if not (goal := factors.provenance.get("goal")):
-        return ""
-    taken, methods = goal["chosen"], {trial["method"] for trial in goal["trials"]}
-    se = "" if taken["KL se"] is None else f" ± {taken['KL se']:.1g}"
-    of = f", of {len(methods)} methods" if len(methods) > 1 else ""
-    return f"; {taken['method']}{of}: KL {taken['KL']:.3g}{se} on held-out text (.tried)"
-
-
-def _basis(factors: "FactorSet") -> str:
-    """What units start as, where the call left it open, and what decided it."""
-    if not (chosen := factors.provenance.get("basis")):
-        return ""
-    sides = [f.settings.get("basis") for f in factors._factors.values()]
-    words = {"input": "inputs", "output": "outputs", "paper": "the short side"}
-    counts = [f"{words[side]} ({sides.count(side)})" for side in words if side in sides]
-    return f"; units start as {', '.join(counts)}, by {chosen['by']}"
-
-
-def _zero_data(factors: "Factors | FactorSet") -> str:
-    """What is added to the name of factors that were made without calibration tokens."""
-    return ", zero-data" if factors.provenance.get("calibration") == "zero-data" else ""
+def _weight_mark(weight: Tensor | None) -> TensorSnapshot:
+    tensors = {} if weight is None else {"weight": weight}
+    return TensorSnapshot((tensors, name) for name in tensors)
 
 
 # ---------------------------------------------------------------------------------------------- many matrices
@@ -320,6 +322,11 @@ class FactorSet(OnHub, _SetBase):
     with the set's provenance, for what names several: a glob, a kind ("mlp_out"), "all", a list. Printing it lists one line per
     site. On the hub: `push_to_hub`, `from_pretrained` (hub.py).
     """
+
+    def __new__(
+        cls, *arguments: Any, **named: Any
+    ):  # the hub mixin's own searches the arguments for a JSON configuration
+        return object.__new__(cls)
 
     def __init__(self, factors: Mapping[str, Any], provenance: Mapping[str, Any] | None = None):
         """factors: site name -> Factors. Raises TypeError for units that are no pair of factors (a transcoder's, say)."""
@@ -343,17 +350,15 @@ class FactorSet(OnHub, _SetBase):
         held = self._factors.get(key) if isinstance(key, str) else None
         if held is None:
             sites = sites_of_key(key, {site: (f.d_in, f.d_out) for site, f in self._factors.items()})
-            return self[sites[0]] if names_one(key) and len(sites) == 1 else self._subset(sites)
+            if names_one(key) and len(sites) == 1:
+                return self[sites[0]]
+            # The probe of a set does not hold for a part of it, because what enters its sites may differ.
+            whole = len(sites) == len(self._factors)
+            kept = {k: v for k, v in self.provenance.items() if whole or not k.startswith("probe_")}
+            return _set_of({site: self._factors[site] for site in sites}, kept)
         if isinstance(held, StoredSite):
             held = self._factors[key] = Factors(**held.parts())
         return held
-
-    def _subset(self, sites: Iterable[str]) -> "FactorSet":
-        """Some of the sites; of a part of the set its probe does not hold, because what enters its sites may differ."""
-        sites = list(sites)
-        whole = len(sites) == len(self._factors)
-        kept = {k: v for k, v in self.provenance.items() if whole or not k.startswith("probe_")}
-        return _set_of({site: self._factors[site] for site in sites}, kept)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._factors)
@@ -422,7 +427,7 @@ class FactorSet(OnHub, _SetBase):
 
     @property
     def tried(self) -> pd.DataFrame:
-        """What a search for a goal tried (`factorize(kl=...)`), a row per factorization: method, s, edges, KL and CE delta on
+        """Trials of a search for a goal (`factorize(kl=...)`), a row per factorization: method, s, edges, KL and CE delta on
         held-out text with their standard errors (nats per prediction), the larger of both over the goal, seconds, "text edges"
         (those that carry half of the effect on a next token) of each method's end, and which one was taken. Empty where there
         was no goal."""
@@ -452,10 +457,9 @@ class FactorSet(OnHub, _SetBase):
             AttachError: the factors do not lead to this host's weights (another checkpoint), or carry no origin.
             UnknownSiteError: a site that this host does not have.
         """
-        # Imported when called: a set is below everything, this method asks a host. The one import that runs uphill.
-        from swd_lens.units.match import transport_set
-
-        return transport_set(model, self)
+        host = host_of(model)
+        moved = {site.name: transported(host, site, self[site.name]) for site in sites_of(host, list(self))}
+        return FactorSet(moved, self.provenance)
 
     def writers(
         self,
@@ -487,9 +491,7 @@ class FactorSet(OnHub, _SetBase):
             UnitSourceError: none of the sites writes there, or a direction that is none: of another width, zero or not
                 finite, tokens without a model, a text that is not one token.
         """
-        from swd_lens.units.residual import writers  # as for `transport`: a set is below what asks a host
-
-        return writers(self, direction, model, n=n, by=by, tokens_as=tokens_as)
+        return ranked(self, "write", direction, model, n=n, by=by, tokens_as=tokens_as)
 
     def readers(
         self, direction: Any, model: Any = None, *, n: int | None = 20, by: str = "cosine", tokens_as: str = "embedding"
@@ -503,9 +505,7 @@ class FactorSet(OnHub, _SetBase):
             tokens_as: "embedding", the token's row of W_E, which enters the stream where the token stands; or "unembedding".
             direction, model, n, by: see `writers`.
         """
-        from swd_lens.units.residual import readers
-
-        return readers(self, direction, model, n=n, by=by, tokens_as=tokens_as)
+        return ranked(self, "read", direction, model, n=n, by=by, tokens_as=tokens_as)
 
     @seen
     def __str__(self) -> str:
@@ -517,8 +517,18 @@ class FactorSet(OnHub, _SetBase):
     def _counted(self) -> str:
         s = f", s={self.sparsity:.4f}" if self._factors else ""
         share = "" if self.share is None else f" ({self.share:.1%} of the entries of the blocks' matrices)"
-        counted = f"{len(self)} sites{share}, {self.n_units:,} units, {self.edges:,} edges{s}"
-        return f"FactorSet: {counted}{_goal(self)}{_basis(self)}{_zero_data(self)}"
+        counted = f"FactorSet: {len(self)} sites{share}, {self.n_units:,} units, {self.edges:,} edges{s}"
+        if goal := self.provenance.get("goal"):
+            taken, methods = goal["chosen"], {trial["method"] for trial in goal["trials"]}
+            se = "" if taken["KL se"] is None else f" ± {taken['KL se']:.1g}"
+            of = f", of {len(methods)} methods" if len(methods) > 1 else ""
+            counted += f"; {taken['method']}{of}: KL {taken['KL']:.3g}{se} on held-out text (.tried)"
+        if basis := self.provenance.get("basis"):
+            sides = [f.settings.get("basis") for f in self._factors.values()]
+            words = {"input": "inputs", "output": "outputs", "paper": "the short side"}
+            counts = [f"{words[side]} ({sides.count(side)})" for side in words if side in sides]
+            counted += f"; units start as {', '.join(counts)}, by {basis['by']}"
+        return counted + (", zero-data" if self.provenance.get("calibration") == "zero-data" else "")
 
     def _repr_html_(self) -> str:
         first = next((f.settings for f in self._factors.values()), {})
@@ -575,5 +585,5 @@ def write_factors(folder: Path, site: str, f: Factors) -> dict[str, Any]:
 
 
 def _energy(matrix: Float[Tensor, "d_in some"], gram: Float[Tensor, "d_in d_in"] | None) -> Float[Tensor, ""]:
-    """tr(M^T G M)."""
+    """Compute tr(M^T G M)."""
     return matrix.square().sum() if gram is None else (matrix * (gram @ matrix)).sum()

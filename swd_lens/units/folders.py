@@ -26,6 +26,10 @@ from swd_lens.units.loaded import ARCHITECTURES, LoadedCoder
 from swd_lens.units.saelens import from_saelens
 
 _CFG, _WEIGHTS, _CONFIG = "cfg.json", "sae_weights.safetensors", "config.yaml"
+_NO_CODERS = (
+    "holds no coders: neither cfg.json and sae_weights.safetensors (SAELens) nor config.yaml and layer_*.safetensors "
+    "(circuit-tracer), nor folders of the former"
+)
 _BASE = {"W_enc", "W_dec", "b_dec"}
 # SAELens before 6 kept these beside the rest of its cfg.
 _OLD_NAMES = {
@@ -37,7 +41,7 @@ _OLD_NAMES = {
 
 @with_torch_defaults
 def load_coders(path: str | Path, *, layers: Iterable[int] | None = None) -> dict[str, CoderUnits]:
-    """SAEs or transcoders of a folder, as units: what `attach`, `attribute` and all else take.
+    """Load the SAEs or transcoders of a folder as units, which `attach`, `attribute` and all else take.
 
         coders = swd.load_coders("gpt2-small-mlp-out")      # cfg.json and sae_weights.safetensors, or folders of these
         with swd.attach(model, coders): ...
@@ -67,10 +71,7 @@ def load_coders(path: str | Path, *, layers: Iterable[int] | None = None) -> dic
     else:
         folders = sorted(cfg.parent for cfg in path.rglob(_CFG) if (cfg.parent / _WEIGHTS).is_file())
         if not folders:
-            raise UnitSourceError(
-                f"{path} holds no coders: neither cfg.json and sae_weights.safetensors (SAELens) nor config.yaml and "
-                "layer_*.safetensors (circuit-tracer), nor folders of the former"
-            )
+            raise UnitSourceError(f"{path} {_NO_CODERS}")
         coders = ((folder, _saelens(folder, wanted)) for folder in folders)
     units: dict[str, CoderUnits] = {}
     for source, coder in coders:
@@ -184,10 +185,7 @@ def _layer_files(folder: Path, listed: Any) -> dict[int, Path]:
     if not listed:
         names = {int(file.stem.removeprefix("layer_")): file for file in folder.glob("layer_*.safetensors")}
         if not names:
-            raise UnitSourceError(
-                f"{folder} holds no coders: neither cfg.json and sae_weights.safetensors (SAELens) nor config.yaml and "
-                "layer_*.safetensors (circuit-tracer), nor folders of the former"
-            )
+            raise UnitSourceError(f"{folder} {_NO_CODERS}")
         return names
     files: dict[int, Path] = {}
     for number, entry in enumerate(listed):

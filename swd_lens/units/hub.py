@@ -22,7 +22,7 @@ from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.units.index import FORMAT_VERSION, INDEX, entries_in
 
 _Set = TypeVar("_Set", bound="OnHub")
-# Files that `swd_lens.units.storage.write_pair` names: <site>.<12 digits of the hash>.safetensors, and never a model's.
+# Files that `swd_lens.units.storage.write_site` names: <site>.<12 digits of the hash>.safetensors, and never a model's.
 _SITE_FILES = f"*.{'[0-9a-f]' * 12}.safetensors"
 # A name that the hub's metadata accepts for a base model: "gpt2", "EleutherAI/pythia-70m".
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -56,10 +56,7 @@ Written by swd_lens {{ version }}, factor format {{ format }}. Settings and prov
 
 @with_torch_defaults
 class OnHub(ModelHubMixin, library_name="swd_lens", tags=["interpretability", "sparse-weight-decomposition"]):
-    """What a set of factors needs to live on the hub; the class for `swd_lens.FactorSet`, whose save and load it uses."""
-
-    def __new__(cls, *arguments: Any, **named: Any):  # the mixin's own searches the arguments for a JSON configuration
-        return object.__new__(cls)
+    """The hub's half of `swd_lens.FactorSet`, whose save and load it uses."""
 
     def push_to_hub(self: Any, repo_id: str, **options: Any) -> str:
         """Save into a temporary folder, with a model card, and commit it to a model repository (made if need be).
@@ -113,14 +110,29 @@ class OnHub(ModelHubMixin, library_name="swd_lens", tags=["interpretability", "s
             huggingface_hub.errors.RepositoryNotFoundError: no such repository, or no right to read it.
         """
         # Not the mixin's own: it would first look for a config.json, which factors do without.
-        return cls._from_pretrained(
-            model_id=str(pretrained_model_name_or_path),
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            force_download=force_download,
+        name = str(pretrained_model_name_or_path)
+        if Path(name).is_dir():
+            return cls.load(name)  # pyright: ignore[reportAttributeAccessIssue]
+        where: dict[str, Any] = {"cache_dir": cache_dir, "local_files_only": local_files_only, "token": token}
+        try:
+            index = Path(hf_hub_download(name, INDEX, revision=revision, force_download=force_download, **where))
+        except LocalEntryNotFoundError as cause:
+            raise LocalEntryNotFoundError(f"no factors of {legible(name)} on this machine: {legible(cause)}") from cause
+        except EntryNotFoundError as cause:
+            raise FactorFileError(
+                f"{name} (revision {revision or 'main'}) holds no {INDEX}: it is not a repository of factors; give "
+                "one that FactorSet.push_to_hub wrote"
+            ) from cause
+        except HFValidationError as cause:
+            raise FileNotFoundError(
+                f"{quoted(name)} is neither a folder on this machine nor the name of a repository (user/name)"
+            ) from cause
+        files = sorted({INDEX} | {entry["file"] for entry in entries_in(index.parent).values()})
+        # index lies in snapshots/<commit>: the same commit again, not the branch, which may have moved on.
+        folder = snapshot_download(
+            name, revision=index.parent.name, allow_patterns=files, force_download=force_download, **where
         )
+        return cls.load(folder)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _save_pretrained(self: Any, save_directory: Path) -> None:
         self.save(save_directory)
@@ -131,43 +143,6 @@ class OnHub(ModelHubMixin, library_name="swd_lens", tags=["interpretability", "s
             "base_model": self.provenance.get("model"),
         }
 
-    @classmethod
-    def _from_pretrained(
-        cls: Any,
-        *,
-        model_id: str,
-        revision: str | None,
-        cache_dir: str | Path | None,
-        force_download: bool,
-        local_files_only: bool,
-        token: str | bool | None,
-        **_: Any,
-    ) -> Any:
-        if Path(model_id).is_dir():
-            return cls.load(model_id)
-        where: dict[str, Any] = {"cache_dir": cache_dir, "local_files_only": local_files_only, "token": token}
-        try:
-            index = Path(hf_hub_download(model_id, INDEX, revision=revision, force_download=force_download, **where))
-        except LocalEntryNotFoundError as cause:
-            raise LocalEntryNotFoundError(
-                f"no factors of {legible(model_id)} on this machine: {legible(cause)}"
-            ) from cause
-        except EntryNotFoundError as cause:
-            raise FactorFileError(
-                f"{model_id} (revision {revision or 'main'}) holds no {INDEX}: it is not a repository of factors; give "
-                "one that FactorSet.push_to_hub wrote"
-            ) from cause
-        except HFValidationError as cause:
-            raise FileNotFoundError(
-                f"{quoted(model_id)} is neither a folder on this machine nor the name of a repository (user/name)"
-            ) from cause
-        files = sorted({INDEX} | {entry["file"] for entry in entries_in(index.parent).values()})
-        # index lies in snapshots/<commit>: the same commit again, not the branch, which may have moved on.
-        folder = snapshot_download(
-            model_id, revision=index.parent.name, allow_patterns=files, force_download=force_download, **where
-        )
-        return cls.load(folder)
-
     def generate_model_card(self: Any, *args: Any, **kwargs: Any) -> ModelCard:
         """The card (README.md) of this set. Keyword arguments replace what the template would be filled with."""
         model = _model(self)
@@ -176,10 +151,14 @@ class OnHub(ModelHubMixin, library_name="swd_lens", tags=["interpretability", "s
             base_model=model if _REPOSITORY.fullmatch(model) else None,
             tags=self._hub_mixin_info.model_card_data.tags,
         )
+        rows = [
+            [f"`{site}`", *(f"{number:,}" for number in (f.d_in, f.n_units, f.d_out, f.edges)), f"{f.sparsity:.4f}"]
+            for site, f in self._factors.items()  # not items(), which reads the factors
+        ]
         described: dict[str, Any] = {
             "repo_id": "user/repo",
             "model": model,
-            "sites": [_row(site, held) for site, held in self._factors.items()],  # not items(), which reads the factors
+            "sites": rows,
             "units": f"{self.n_units:,}",
             "edges": f"{self.edges:,}",
             "sparsity": f"{self.sparsity:.4f}",
@@ -191,12 +170,3 @@ class OnHub(ModelHubMixin, library_name="swd_lens", tags=["interpretability", "s
 
 def _model(factors: Any) -> str:
     return str(factors.provenance.get("model", "an unnamed model"))
-
-
-def _row(site: str, held: Any) -> list[str]:
-    """A line of the card's table."""
-    return [
-        f"`{site}`",
-        *(f"{number:,}" for number in (held.d_in, held.n_units, held.d_out, held.edges)),
-        f"{held.sparsity:.4f}",
-    ]

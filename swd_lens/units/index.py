@@ -7,9 +7,6 @@
 3. `open_folder` checks the index, which carries its own hash, and every file's, in blocks, and opens them. Where a writer
    replaced the index meanwhile, it starts again.
 4. Nothing is deleted whose name and hash are not those that were written.
-5. Formats that were written once are read for ever. Format 1 kept the pairs of all sites in one file, factors.safetensors, as
-   "<site>.read.index" and so on, and named its hash at the top of factors.json; format 2 knew no passport; up to format 3
-   the index had no hash.
 """
 
 import json
@@ -25,12 +22,9 @@ from swd_lens.base.writer import require_writable_file, writing
 from swd_lens.units.storage import OUR_NAME, UNNAMED, StoredSite
 from swd_lens.units.storage import WHAT as FILE
 
-FORMAT_VERSION = (
-    4  # 1: one file for all sites; 2: one file per site; 3: a passport may be in it; 4: the index has a hash
-)
+FORMAT_VERSION = 1
 INDEX = "factors.json"
 WHAT = "an index of factors"
-_SEALED_FROM = 4
 _ENTRY = {"file": str, "sha256": str, "d_in": int, "units": int, "d_out": int, "settings": dict, "provenance": dict}
 _ATTEMPTS = 100  # to read a folder in which the index is replaced all the time
 
@@ -64,7 +58,7 @@ def write_index(folder: Path, entries: Mapping[str, Mapping[str, Any]], provenan
     """Make the folder hold exactly these matrices, in this order.
 
     Args:
-        entries: site -> what `write_pair` returned, with "settings" and "provenance".
+        entries: site -> what `write_site` returned, with "settings" and "provenance".
         provenance: of the whole set. Numbers that are not finite become null.
     """
     # Made into text first: values that json cannot write must fail before anything is replaced.
@@ -86,7 +80,7 @@ def remove_set(folder: Path) -> None:
 def _named_in(folder: Path) -> dict[str, str] | None:
     """File -> SHA-256 in the folder's index; None where that is damaged, for then nobody knows what is ours."""
     try:
-        sites = _parse(folder, warn=False)["sites"]
+        sites = _parse(folder)["sites"]
     except FactorFileError:
         return None
     except FileNotFoundError:
@@ -95,7 +89,7 @@ def _named_in(folder: Path) -> dict[str, str] | None:
 
 
 def _remove(folder: Path, files: Mapping[str, str]) -> None:
-    """Remove files that have a name that we give, and the hash; what else the index names is somebody else's."""
+    """Remove those files whose name and hash are ours; any other file that an index names belongs to somebody else."""
     for name, digest in files.items():
         path = folder / name
         if not OUR_NAME.fullmatch(name) or not path.is_file():
@@ -130,11 +124,12 @@ def open_folder(folder: Path) -> tuple[dict[str, Any], dict[str, StoredSite]]:
         FileNotFoundError: no index there.
         FactorFileError: another format, a damaged index, or a file that is missing or is not the one it was written with.
     """
-    index = folder / INDEX
-    failed_with, attempt = None, 0
+    index, failed_with, attempt = folder / INDEX, None, 0
     while True:
-        attempt += 1
-        version = _version(index)
+        attempt, version = attempt + 1, None
+        with suppress(OSError):
+            status = index.stat()
+            version = status.st_ino, status.st_mtime_ns  # others once the index is replaced
         try:
             with readable(index, WHAT, FactorFileError):
                 return _opened(folder, _parse(folder))
@@ -145,26 +140,15 @@ def open_folder(folder: Path) -> tuple[dict[str, Any], dict[str, StoredSite]]:
             failed_with = version
 
 
-def _version(index: Path) -> tuple[int, int] | None:
-    """What changes when the index is replaced; None where there is none."""
-    with suppress(OSError):
-        status = index.stat()
-        return status.st_ino, status.st_mtime_ns
-    return None
-
-
 def _opened(folder: Path, described: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, StoredSite]]:
     sites: dict[str, StoredSite] = {}
-    hashes: dict[Path, str] = {}  # sites of format 1 share a file: read once
     for site, entry in described["sites"].items():
         file = folder / entry["file"]
         if not file.is_file():
             raise FactorFileError(
                 f"{file}, the factors of {site}, is missing; copy the folder again, or factorize again"
             )
-        if file not in hashes:
-            hashes[file] = sha256(file)
-        if hashes[file] != entry["sha256"]:
+        if sha256(file) != entry["sha256"]:
             raise FactorFileError(
                 f"{file} is not the file that {INDEX} was written with (cut short, damaged or exchanged); "
                 "copy the folder again, or factorize again"
@@ -188,56 +172,34 @@ def provenance_in(folder: Path) -> dict[str, Any]:
     return _parse(folder)["provenance"]
 
 
-def _parse(folder: Path, warn: bool = True) -> dict[str, Any]:
-    """The checked index: {"provenance": ..., "sites": {site: entry}}. warn: of an index that has no hash."""
+def _parse(folder: Path) -> dict[str, Any]:
+    """The checked index: {"provenance": ..., "sites": {site: entry}}."""
     path = folder / INDEX
     if not path.exists():
         raise FileNotFoundError(f"{legible(folder)} holds no {INDEX}; give the folder that FactorSet.save wrote")
     described = read_json(path, WHAT, FactorFileError)
     version = described.get("format") if isinstance(described, dict) else None
-    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:  # True is no version
-        newer = isinstance(version, int) and version > FORMAT_VERSION
-        advice = "update swd_lens" if newer else "factorize again"
-        raise FactorFileError(
-            f"{folder} is of factor format {version}, this swd_lens reads 1 to {FORMAT_VERSION}; {advice}"
-        )
-    if version >= _SEALED_FROM and SEAL not in described:
+    if type(version) is not int or version != FORMAT_VERSION:  # True is no version
+        advice = "update swd_lens" if isinstance(version, int) and version > FORMAT_VERSION else "factorize again"
+        raise FactorFileError(f"{folder} is of factor format {version}, this swd_lens reads {FORMAT_VERSION}; {advice}")
+    if SEAL not in described:
         raise FactorFileError(altered(path, WHAT))
-    if warn or SEAL in described:
-        described = unseal(described, path, WHAT, FactorFileError)
-    if version == 1:
-        described = _from_format_1(described)
+    described = unseal(described, path, WHAT, FactorFileError)
     for key in ("provenance", "sites"):
         if not isinstance(described.get(key), dict):
             raise FactorFileError(
                 f"{path} is damaged: it has no {quoted(key)}; copy the folder again, or factorize again"
             )
     for site, entry in described["sites"].items():
-        _check_entry(path, site, entry)
-    return described
-
-
-def _from_format_1(described: Mapping[str, Any]) -> dict[str, Any]:
-    """The index with every site's "file" and "sha256" (of the file that all share) and the "prefix" of its tensors' names."""
-    shared = {"file": "factors.safetensors", "sha256": described.get("tensors_sha256")}
-    sites = described.get("sites")
-    if isinstance(sites, dict):
-        sites = {
-            site: {**entry, **shared, "prefix": f"{site}."} if isinstance(entry, dict) else entry
-            for site, entry in sites.items()
-        }
-    return {**described, "sites": sites}
-
-
-def _check_entry(path: Path, site: str, entry: Any) -> None:
-    for key, kind in _ENTRY.items():
-        value = entry.get(key) if isinstance(entry, dict) else None
-        if type(value) is not kind or (isinstance(value, int) and value < 1):  # True is no number
+        for key, kind in _ENTRY.items():
+            value = entry.get(key) if isinstance(entry, dict) else None
+            if type(value) is not kind or (isinstance(value, int) and value < 1):  # True is no number
+                raise FactorFileError(
+                    f"{path} is damaged: {quoted(key)} of {site} is {quoted(value)}; copy the folder again, or factorize again"
+                )
+        if Path(entry["file"]).name != entry["file"]:
             raise FactorFileError(
-                f"{path} is damaged: {quoted(key)} of {site} is {quoted(value)}; copy the folder again, or factorize again"
+                f"{path} is damaged: the file of {site}, {quoted(entry['file'])}, is not in this folder; "
+                "copy the folder again, or factorize again"
             )
-    if Path(entry["file"]).name != entry["file"]:
-        raise FactorFileError(
-            f"{path} is damaged: the file of {site}, {quoted(entry['file'])}, is not in this folder; "
-            "copy the folder again, or factorize again"
-        )
+    return described

@@ -1,4 +1,4 @@
-"""Passport: what travels with factors, so that they can be checked and moved to another host.
+"""Integrity: records that travel with factors, so that they can be checked and moved to another host.
 
 1. `Origin` says what the factors were made from: what of the site's input could be folded, and two random sketches of the
    dense matrix (`sketch`). Whoever holds W, or a matrix that follows from it linearly, can compare.
@@ -59,7 +59,8 @@ class Offsets:
     out: Float[Tensor, " d_out"]
 
     def to(self, device: torch.device | str) -> "Offsets":
-        return Offsets(self.unit.to(device), self.out.to(device))
+        unit, out = self.unit.to(device), self.out.to(device)
+        return self if unit is self.unit and out is self.out else Offsets(unit, out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,15 +71,15 @@ class Probe:
         input: (d_in,) the vector h.
         units: (k,) int64, the units that are looked at, the largest |z| first.
         z: (k,) h @ read[:, units], plus the offsets of these units where there are any.
-        outputs: (k,) int64, the outputs that are looked at, the largest |y| first; None in probes of older files.
-        y: (k,) z @ write[:, outputs] over all units, plus the offsets of these outputs where there are any; None likewise.
+        outputs: (k,) int64, the outputs that are looked at, the largest |y| first.
+        y: (k,) z @ write[:, outputs] over all units, plus the offsets of these outputs where there are any.
     """
 
     input: Float[Tensor, " d_in"]
     units: Int[Tensor, " k"]
     z: Float[Tensor, " k"]
-    outputs: Int[Tensor, " m"] | None = None
-    y: Float[Tensor, " m"] | None = None
+    outputs: Int[Tensor, " m"]
+    y: Float[Tensor, " m"]
 
     @classmethod
     def of(
@@ -111,10 +112,8 @@ class Probe:
 
     def computed(
         self, read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"], offsets: Offsets | None = None
-    ) -> tuple[Float[Tensor, " k"], Float[Tensor, " m"] | None]:
-        """z of the probe's units and y of its outputs by these factors, float64; an old probe has no y."""
-        if self.outputs is None:
-            return _z(self.input, read, offsets, self.units), None
+    ) -> tuple[Float[Tensor, " k"], Float[Tensor, " m"]]:
+        """z of the probe's units and y of its outputs by these factors, float64."""
         z = _z(self.input, read, offsets)
         return z[self.units], self._y(z, write, offsets)
 
@@ -123,8 +122,6 @@ class Probe:
     ) -> tuple[str, float]:
         """("z" or "y", how far it is from what it must be) when a host computed this z of all units; the worse of the two."""
         of_z = _relative(z.cpu()[self.units], self.z)
-        if self.outputs is None or self.y is None:
-            return "z", of_z
         # Relative to the terms of the sum: where they cancel, the rounding of a bfloat16 host's z does not.
         columns = write.detach()[:, self.outputs.to(write.device)].cpu().double()
         terms = (z.cpu().double().square() @ columns.square()).sqrt()
@@ -134,8 +131,7 @@ class Probe:
     def _y(
         self, z: Float[Tensor, " unit"], write: Float[Tensor, "unit d_out"], offsets: Offsets | None
     ) -> Float[Tensor, " m"]:
-        """(m,) float64 on the CPU: what the probe's outputs are when this is z."""
-        assert self.outputs is not None
+        """(m,) float64 on the CPU: the probe's outputs when this is z."""
         y = z.cpu().double() @ write.detach()[:, self.outputs.to(write.device)].cpu().double()
         return y if offsets is None else y + offsets.out.detach().cpu().double()[self.outputs]
 
@@ -145,8 +141,7 @@ class Probe:
         """max |computed - expected| / max |expected| of z or of y, the larger of the two; 0.0 where all agree, infinite where
         zeros were expected and something else was computed."""
         z, y = self.computed(read, write, offsets)
-        of_z = _relative(z, self.z)
-        return of_z if y is None or self.y is None else max(of_z, _relative(y, self.y))
+        return max(_relative(z, self.z), _relative(y, self.y))
 
 
 def _relative(computed: Float[Tensor, " k"], expected: Float[Tensor, " k"], size: float | None = None) -> float:
@@ -162,18 +157,10 @@ def _relative(computed: Float[Tensor, " k"], expected: Float[Tensor, " k"], size
     return difference / size
 
 
-def _z(
-    h: Float[Tensor, " d_in"],
-    read: Float[Tensor, "d_in unit"],
-    offsets: Offsets | None,
-    units: Int[Tensor, " k"] | None = None,
-) -> Float[Tensor, " _k"]:
-    """(k,) float64 on the CPU: h @ read[:, units] + offsets.unit[units]; units None: of all of them."""
-    z = _product(h, read) if units is None else h.double() @ read.detach()[:, units.to(read.device)].cpu().double()
-    if offsets is None:
-        return z
-    constant = offsets.unit.detach().cpu().double()
-    return z + (constant if units is None else constant[units])
+def _z(h: Float[Tensor, " d_in"], read: Float[Tensor, "d_in unit"], offsets: Offsets | None) -> Float[Tensor, " unit"]:
+    """h @ read + offsets.unit, float64 on the CPU."""
+    z = _product(h, read)
+    return z if offsets is None else z + offsets.unit.detach().cpu().double()
 
 
 def _product(vector: Float[Tensor, " rows"], matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, " columns"]:
@@ -213,7 +200,7 @@ def fingerprint(weight: Float[Tensor, "d_in d_out"]) -> str:
 # ---------------------------------------------------------------------------------------------- named tensors
 
 _PARTS = {"origin": Origin, "offsets": Offsets, "probe": Probe}
-_OPTIONAL = {"origin.scale", "origin.shift", "origin.shifted", "probe.outputs", "probe.y"}
+_OPTIONAL = {"origin.scale", "origin.shift", "origin.shifted"}
 _INDICES = {"probe.units", "probe.outputs"}
 _LENGTHS = {
     "origin.scale": "d_in",
@@ -259,9 +246,14 @@ def from_tensors(named: Mapping[str, Tensor], d_in: int, units: int, d_out: int)
         if missing := [name for name in names.values() if name not in named and name not in _OPTIONAL]:
             raise ValueError(f"{legible(', '.join(missing))} is missing")
         if part == "probe":
-            _check_indices(named, "units", "z", units)
-            if not named.keys().isdisjoint({"probe.outputs", "probe.y"}):
-                _check_indices(named, "outputs", "y", d_out)
+            for which, values, size in (("units", "z", units), ("outputs", "y", d_out)):
+                indices, n_values = named[f"probe.{which}"], len(named[f"probe.{values}"])
+                if len(indices) != n_values or not n_values:
+                    raise ValueError(
+                        f"probe.{which} has {len(indices)} indices for {n_values} values of probe.{values}"
+                    )
+                if outside := [index for index in indices.tolist() if not 0 <= index < size]:
+                    raise ValueError(f"probe.{which} names number {outside[0]}; the factors have {size}")
         parts[part] = kind(**{key: named.get(name) for key, name in names.items()})
     return parts
 
@@ -279,14 +271,3 @@ def _check(name: str, tensor: Tensor, sizes: Mapping[str, int]) -> None:
     if not bool(tensor.isfinite().all()):
         index = int((~tensor.isfinite()).nonzero()[0])
         raise ValueError(f"{legible(name)}[{index}] is {tensor[index].item()}")
-
-
-def _check_indices(named: Mapping[str, Tensor], which: str, values: str, size: int) -> None:
-    """Of a probe: as many values as indices, and every index inside."""
-    if missing := [name for name in (f"probe.{which}", f"probe.{values}") if name not in named]:
-        raise ValueError(f"{legible(', '.join(missing))} is missing")
-    indices, n_values = named[f"probe.{which}"], len(named[f"probe.{values}"])
-    if len(indices) != n_values or not n_values:
-        raise ValueError(f"probe.{which} has {len(indices)} indices for {n_values} values of probe.{legible(values)}")
-    if outside := [index for index in indices.tolist() if not 0 <= index < size]:
-        raise ValueError(f"probe.{which} names number {outside[0]}; the factors have {size}")

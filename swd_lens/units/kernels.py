@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from swd_lens.base.errors import quoted
+from swd_lens.base.checks import one_of
 from swd_lens.base.snapshots import count_nonzeros
 
 KERNELS = ("auto", "dense", "sparse")
@@ -72,28 +72,27 @@ class FactorProduct(nn.Module):
             ValueError: another kernel.
         """
         super().__init__()
-        if kernel not in KERNELS:
-            raise ValueError(f"kernel={quoted(kernel)}: choose one of {', '.join(map(repr, KERNELS))}")
+        one_of("kernel", kernel, KERNELS)
         self.kernel = choose(factor, n_nonzeros) if kernel == "auto" else kernel
         self.register_buffer("factor", factor.detach(), persistent=False)
         if self.kernel == "sparse":
-            for name, part in zip(("_pointers", "_indices", "_values"), _csr_of_transpose(self.factor), strict=True):
-                self.register_buffer(name, part, persistent=False)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Sparse CS[RC] tensor support is in beta")
+                csc = self.factor.to_sparse_csc()  # which is the transpose in CSR
+            self.register_buffer("_pointers", csc.ccol_indices().int(), persistent=False)
+            self.register_buffer("_indices", csc.row_indices().int(), persistent=False)
+            self.register_buffer("_values", csc.values(), persistent=False)
 
     def forward(
         self, h: Float[Tensor, "*batch rows"], bias: Float[Tensor, " columns"] | None = None
     ) -> Float[Tensor, "*batch columns"]:
-        if self._by_nonzeros(h):
-            return _SparseProduct.apply(h, bias, self.factor, self._pointers, self._indices, self._values)  # pyright: ignore[reportReturnType]
+        # torch multiplies CSR on the CPU only, and in single and double precision only.
+        fits = h.device.type == "cpu" and h.dtype in _PRECISIONS and not torch.is_autocast_enabled("cpu")
+        if fits and self.kernel == "sparse" and not torch.compiler.is_compiling():
+            pointers, indices, values = self._pointers, self._indices, self._values
+            if h.device == values.device and h.dtype == values.dtype:
+                return _SparseProduct.apply(h, bias, self.factor, pointers, indices, values)  # pyright: ignore[reportReturnType]
         return _dense(h, self.factor, bias)
-
-    def _by_nonzeros(self, h: Tensor) -> bool:
-        """Whether this h goes through CSR: torch multiplies it on the CPU only, and in single and double precision only."""
-        if self.kernel != "sparse" or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-            return False
-        values = self._values
-        same = h.device == values.device and h.dtype == values.dtype
-        return same and h.device.type == "cpu" and h.dtype in _PRECISIONS
 
     def extra_repr(self) -> str:
         return f"{self.factor.shape[0]} x {self.factor.shape[1]}, {self.kernel}"
@@ -119,14 +118,6 @@ def _dense(h: Tensor, factor: Tensor, bias: Tensor | None) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------- sparse
-
-
-def _csr_of_transpose(factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Row pointers, column indices and values of factor.T in CSR, which are those of factor in CSC."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CS[RC] tensor support is in beta")
-        csc = factor.to_sparse_csc()
-    return csc.ccol_indices().int(), csc.row_indices().int(), csc.values()
 
 
 class _SparseProduct(torch.autograd.Function):

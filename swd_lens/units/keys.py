@@ -1,4 +1,4 @@
-"""keys: what a caller may write where a site of a set, or a unit, is meant.
+"""keys: the ways to name a site of a set, or a unit.
 
 1. A key of a set names one matrix ("blocks.8.mlp_out", "blocks.8.mlp.W_out", "h.8.mlp.c_proj", ("mlp_out", 8) as a cache has it)
    or several (a glob, a kind "mlp_out", "all", a list): `sites_of_key` says which, and `names_one` which of the two it is.
@@ -41,13 +41,14 @@ def sites_of_key(key: Any, available: Mapping[str, tuple[int, int]]) -> list[str
     if isinstance(key, str) and key in available:
         return [key]
     sites = [Site(*split_name(name), *shape) for name, shape in available.items() if is_site_name(name)]
-    listed = [key] if isinstance(key, str | Site) or _is_layer_pair(key) else key
-    if not isinstance(listed, Iterable):
-        raise KeyError(
-            f'{quoted(key)} is no key of a FactorSet; give "blocks.2.mlp_out", ("mlp_out", 2), a glob or a list of '
-            "such names"
-        )
-    patterns = [_pattern(each) for each in listed]
+    listed: Any = [key] if isinstance(key, str | Site) or _is_layer_pair(key) else key
+    patterns: list[Any] = []  # as `select_sites` reads them
+    for each in listed if isinstance(listed, Iterable) else ():
+        if _is_layer_pair(each):
+            patterns.append(f"blocks.{int(each[1])}.{_without_hook(each[0])}")
+        else:
+            name = each.name if isinstance(each, Site) else each
+            patterns.append(_without_hook(name) if isinstance(name, str) else name)
     if not all(isinstance(pattern, str) for pattern in patterns) or not patterns:
         raise KeyError(
             f'{quoted(key)} is no key of a FactorSet; give "blocks.2.mlp_out", ("mlp_out", 2), a glob or a list of '
@@ -68,15 +69,6 @@ def sites_of_key(key: Any, available: Mapping[str, tuple[int, int]]) -> list[str
 def _is_layer_pair(key: Any) -> bool:
     """("mlp_out", 8), as a cache is asked."""
     return isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str) and _is_whole(key[1])
-
-
-def _pattern(key: Any) -> Any:
-    """One key as `select_sites` reads it."""
-    if isinstance(key, Site):
-        return key.name
-    if _is_layer_pair(key):
-        return f"blocks.{int(key[1])}.{_without_hook(key[0])}"
-    return _without_hook(key) if isinstance(key, str) else key
 
 
 def _without_hook(name: str) -> str:
@@ -133,7 +125,7 @@ def read_units(given: Any, sites: Collection[str] = ()) -> list[tuple[str, int]]
 
 
 def single_units(given: Any) -> list[Any]:
-    """What was given for units, one by one.
+    """Split what was given for units into single units.
 
     Raises:
         ValueError: nothing that could be a unit or several.
@@ -153,7 +145,7 @@ def single_units(given: Any) -> list[Any]:
 
 
 def _is_row(given: Any) -> bool:
-    """A row of a table: it names its columns."""
+    """Whether this is a row of a table, which names its columns."""
     return isinstance(given, pd.Series | Mapping) and "unit" in given
 
 
@@ -163,7 +155,7 @@ def _is_unit_pair(given: Any) -> TypeGuard[tuple[Any, SupportsInt]]:
 
 
 def _known_site(name: str, sites: Collection[str]) -> str | None:
-    """The one of these sites that goes by a name; None where none does, or several."""
+    """Find the one of these sites that goes by a name; None where none does, or several."""
     if name in sites and is_site_name(name):  # a FactorSet holds its matrices' other names, too
         return name
     named = [Site(*split_name(site), 1, 1) for site in sites if is_site_name(site)]
@@ -174,7 +166,7 @@ def _known_site(name: str, sites: Collection[str]) -> str | None:
 
 
 def _is_whole(value: Any) -> TypeGuard[SupportsInt]:
-    """A whole number of Python, NumPy or torch; True is none."""
+    """Whether a value is a whole number of Python, NumPy or torch; True is not."""
     if isinstance(value, bool | str) or not hasattr(value, "__int__") or getattr(value, "ndim", 0) != 0:
         return False
     try:

@@ -73,7 +73,7 @@ class LoadedCoder(nn.Module):
         return z * (pre > self.threshold).to(z.dtype) if hasattr(self, "threshold") else z
 
     def decode(self, z: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch d_out"]:
-        """What the units write; a norm at run time is undone as the latest encode applied it."""
+        """Sum what the units write; a norm at run time is undone as the latest encode applied it."""
         if self.architecture == "topk" and self.cfg.rescale_acts_by_decoder_norm:
             z = z * (1 / self.W_dec.norm(dim=-1))
         y = z @ self.W_dec + self.b_dec

@@ -1,12 +1,12 @@
 """match: whether units were made for the very matrix that a host has now; if not, an error that says what differs.
 
 1. `weight_fingerprint` hashes a host's matrix, once for as long as it stays what it was.
-2. Same fingerprint of W: they belong. (A host in bfloat16 or float16: same fingerprint of W rounded to that dtype.)
+2. Same fingerprint of W: they belong. (A host in bfloat16 or float16: same checksum of W rounded to that dtype.)
    What enters the site must be scaled and shifted as it was, too: W does not show everything that is folded.
 3. Otherwise compare how both were processed (fold_ln, center_writing_weights) and their dtypes, and name the difference
    and its remedy: `transport` where it is exact, loading the host the same way, or factorizing again.
 
-`transport` moves factors made under one weight processing exactly to a host under another. Folding writes a site's input as
+`transported` moves factors made under one weight processing exactly to a host under another. Folding writes a site's input as
 h = x * scale + shift (`swd_lens.hosts.Affine`) and moves scale and shift into the weights and biases behind it. Factors follow,
 from (scale, shift) 0 to 1:
 
@@ -31,49 +31,44 @@ from torch import Tensor
 
 from swd_lens.base.errors import AttachError
 from swd_lens.base.snapshots import checksum
-from swd_lens.hosts import Host, host_of, sites_of
+from swd_lens.hosts import Host
 from swd_lens.hosts.sites import PACKED, RESIDUAL_MATRICES, Site
 from swd_lens.hosts.weights import stored_parameters
-from swd_lens.units.coder import Units
-from swd_lens.units.factors import Factors, FactorSet, fingerprint
-from swd_lens.units.integrity import Offsets, Origin, Probe, sketch
+from swd_lens.units.coder import CoderUnits, Units
+from swd_lens.units.integrity import Offsets, Origin, Probe, fingerprint, sketch
 
-# Dtypes that a host is loaded in for speed; factors carry the fingerprint of W rounded to each.
-ROUNDED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-# Host's model -> site -> checksums of what was hashed, and the hashes ("" of W itself, else of W rounded).
-_FINGERPRINTS: WeakKeyDictionary[Any, dict[str, tuple[Any, dict[str, str]]]] = WeakKeyDictionary()
+# Dtypes that a host is loaded in for speed; factors carry the checksum of W rounded to each.
+_ROUNDED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+# Host's model -> site -> checksums of what was hashed, and the hash.
+_FINGERPRINTS: WeakKeyDictionary[Any, dict[str, tuple[Any, str]]] = WeakKeyDictionary()
 
 
-def weight_fingerprint(host: Host, site: Site, rounded_to: str = "") -> str:
-    """SHA-256 of the host's matrix at a site, see `fingerprint`; hashed again only when the matrix has changed.
-
-    Args:
-        rounded_to: "bfloat16" or "float16": of the matrix rounded to that dtype.
-    """
+def weight_fingerprint(host: Host, site: Site) -> str:
+    """SHA-256 of the host's matrix at a site, see `fingerprint`; hashed again only when the matrix has changed."""
     of_site = _FINGERPRINTS.setdefault(host.model, {})
     # Read every time: versions do not see what is written through `.data`. A tenth of a hash's time.
     state = tuple(checksum(parameters[name]) for parameters, name in stored_parameters(host, site))
     if site.name not in of_site or of_site[site.name][0] != state:
-        of_site[site.name] = state, {}
-    hashes = of_site[site.name][1]
-    if rounded_to not in hashes:
-        weight = host.weight(site)
-        hashes[rounded_to] = fingerprint(weight.to(ROUNDED[rounded_to]) if rounded_to else weight)
-    return hashes[rounded_to]
+        of_site[site.name] = state, fingerprint(host.weight(site))
+    return of_site[site.name][1]
+
+
+def rounded_checksum(host: Host, site: Site, dtype: str) -> str:
+    """A checksum of the host's matrix at a site, rounded to "bfloat16" or "float16" (see `swd_lens.base.snapshots`)."""
+    total, rest = checksum(host.weight(site).to(_ROUNDED[dtype]))[2]
+    return f"{total:x}+{rest.hex()}"
 
 
 def described(host: Host, site: Site) -> dict[str, Any]:
-    """What provenance says of a host's matrix: fingerprints, processing, dtype; plain JSON values.
+    """The provenance of a host's matrix: its hash and checksums, processing, dtype; plain JSON values.
 
-    Of a whole MLP, which has no single matrix, the fingerprints of each of its matrices under "matrices".
+    For a whole MLP, which has no single matrix, those of each of its matrices stand under "matrices".
     """
     about = {"processing": host.processing(), "dtype": dtype_of(host)}
     if site.kind == "mlp":
         return {"matrices": {part.name: described(host, part) for part in matrices_of(host, site)}, **about}
-    rounded = {name: weight_fingerprint(host, site, name) for name in ROUNDED}
-    return {"weight_sha256": weight_fingerprint(host, site), "weight_sha256_as": rounded, **about}
+    rounded = {dtype: rounded_checksum(host, site, dtype) for dtype in _ROUNDED}
+    return {"weight_sha256": weight_fingerprint(host, site), "weight_checksums": rounded, **about}
 
 
 def matrices_of(host: Host, site: Site) -> list[Site]:
@@ -84,7 +79,7 @@ def matrices_of(host: Host, site: Site) -> list[Site]:
 
 
 def dtype_of(host: Host) -> str:
-    """float32, bfloat16, ...: of the host's first block."""
+    """Name the dtype of the host's first block: float32, bfloat16, ..."""
     return str(next(host.model.blocks[0].parameters()).dtype).removeprefix("torch.")
 
 
@@ -93,12 +88,12 @@ def same_weights(host: Host, site: Site, made_from: Mapping[str, Any]) -> bool:
     if site.kind == "mlp":
         then = made_from.get("matrices", {})
         return all(same_weights(host, part, then[part.name]) for part in matrices_of(host, site) if part.name in then)
-    sha = made_from.get("weight_sha256")
-    if sha is None:
+    sha, rounded, dtype = made_from.get("weight_sha256"), made_from.get("weight_checksums"), dtype_of(host)
+    if sha is None or weight_fingerprint(host, site) == sha:
         return True
-    rounded = made_from.get("weight_sha256_as")
-    of_dtype = rounded.get(dtype_of(host)) if isinstance(rounded, Mapping) else None
-    return weight_fingerprint(host, site) in (sha, of_dtype)
+    if not isinstance(rounded, Mapping) or dtype not in _ROUNDED:
+        return False
+    return rounded.get(dtype) == rounded_checksum(host, site, dtype)
 
 
 def same_input(host: Host, site: Site, origin: Origin | None) -> bool:
@@ -142,15 +137,14 @@ def check_weights(host: Host, site: Site, f: Units) -> None:
     Raises:
         AttachError: see the module's docstring.
     """
-    _check_needs(host, site, f.provenance)
+    if any(key.startswith("needs_") for key in f.provenance):
+        _check_needs(host, site, f.provenance)
     if not same_weights(host, site, f.provenance) or not same_input(host, site, getattr(f, "origin", None)):
         raise _difference(host, site, f)
 
 
 def _check_needs(host: Host, site: Site, provenance: Mapping[str, Any]) -> None:
-    """What a SAELens object asks of its host beyond the hook's name (saelens.py)."""
-    if not any(key.startswith("needs_") for key in provenance):
-        return
+    """Refuse a host without what a SAELens object needs beyond the hook's name (saelens.py)."""
     cfg, folded = host.model.cfg, host.processing()["fold_ln"]
     if provenance.get("needs_folded_ln", folded) != folded:
         needed = provenance["needs_folded_ln"]
@@ -171,14 +165,16 @@ def _check_needs(host: Host, site: Site, provenance: Mapping[str, Any]) -> None:
         )
 
 
-def _difference(host: Host, site: Site, f: Units) -> Exception:
+def _difference(host: Host, site: Site, f: Any) -> Exception:
+    """The error that names how the host differs from the one that the units were made on, and the remedy."""
     recorded, present = f.provenance.get("processing", {}), host.processing()
     common = [key for key in present if key in recorded and key != "compatibility_mode"]
     changed = [key for key in common if recorded[key] != present[key]]
-    again = "factorize" if isinstance(f, Factors) else "train them on"
+    trained = isinstance(f, CoderUnits)
+    again = "train them on" if trained else "factorize"
     if changed:
         was, has = (", ".join(f"{key}={flags[key]}" for key in changed) for flags in (recorded, present))
-        advice = "Move them exactly with factors.transport(model), or load" if isinstance(f, Factors) else "Load"
+        advice = "Load" if trained else "Move them exactly with factors.transport(model), or load"
         return AttachError(
             f"the factors of {site.name} were made under another weight processing: they were made with {was}, this host "
             f"has {has}. {advice} the host as it was then (HookedTransformer.from_pretrained_no_processing, or a bridge "
@@ -191,11 +187,10 @@ def _difference(host: Host, site: Site, f: Units) -> Exception:
             f"host is {dtype_of(host)}, and its W is not theirs rounded to {dtype_of(host)}. Load the host in {dtype}, or "
             f"{again} this one"
         )
-    difference = (
-        f"; relative Frobenius error of the factors against its W: {f.relative_frobenius(host.weight(site)):.3f}"
-        if isinstance(f, Factors)
-        else ""
-    )
+    difference = ""
+    if not trained:
+        error = f.relative_frobenius(host.weight(site))
+        difference = f"; relative Frobenius error of the factors against its W: {error:.3f}"
     model = f.provenance.get("model")
     whose = f" (they are of {model!r}, this host is {str(host.model.cfg.model_name)!r})" if model else ""
     return AttachError(
@@ -210,7 +205,7 @@ _TOLERANCE = 1e-4
 
 
 def origin_of(host: Host, site: Site, weight: Float[Tensor, "d_in d_out"]) -> Origin | None:
-    """What transport will need of the host that factors are made on; None where nothing could be folded exactly."""
+    """Record what `transported` will need of the host that factors are made on; None where nothing could be folded exactly."""
     affine = host.affine(site)
     if affine is None:
         return None
@@ -219,35 +214,25 @@ def origin_of(host: Host, site: Site, weight: Float[Tensor, "d_in d_out"]) -> Or
     return Origin(scale, shift, shifted, *sketch(weight))
 
 
-def transport_set(model: Any, factors: Mapping[str, Factors]) -> FactorSet:
-    """Every site's factors moved to the weights that the model has now.
+def transported(host: Host, site: Site, f: Any) -> Any:
+    """Factors (factors.py) of one site, moved to the matrix that the host has now.
 
     Raises:
-        AttachError: they do not lead to this host's weights (site named), carry no origin, or were changed in place.
-        UnknownSiteError: a site that this host does not have.
+        AttachError: they do not lead to this host's matrix, carry no origin, or were changed in place.
     """
-    host = host_of(model)
-    sites = sites_of(host, list(factors))
-    moved = {site.name: _moved(host, site, factors[site.name]) for site in sites}
-    return FactorSet(moved, getattr(factors, "provenance", {}))
-
-
-def _moved(host: Host, site: Site, f: Factors) -> Factors:
     f.require_unedited(site.name)
     weight, origin = host.weight(site), f.origin
     provenance = {**f.provenance, **described(host, site), "transported_from": f.provenance.get("processing")}
     known = "weight_sha256" in f.provenance
     if known and same_weights(host, site, f.provenance) and same_input(host, site, origin):
-        return f if f.provenance.get("processing") == host.processing() else replace(f, provenance=provenance)
+        return f if f.provenance.get("processing") == host.processing() else f.with_records(provenance=provenance)
     present = origin_of(host, site, weight)
     if origin is None or present is None:
-        reasons = ["they carry no origin (made by solve, by an older version, or where nothing folds)"] * (
-            origin is None
-        )
+        reasons = ["they carry no origin (made by solve, or where nothing folds)"] * (origin is None)
         reasons += ["this host has no foldable normalization in front of it"] * (present is None)
         reason = " and ".join(reasons)
         raise AttachError(f"{site.name}: these factors cannot be transported: {reason}; factorize this host")
-    _check_same_origin(site, origin, present)
+    _check_same_matrix(site, origin, present)
     ones = torch.ones(f.d_in, dtype=torch.float64)
     old, new = (ones if o.scale is None else o.scale.double() for o in (origin, present))
     if bool((new == 0).any()):
@@ -276,8 +261,8 @@ def _moved(host: Host, site: Site, f: Factors) -> Factors:
     )
 
 
-def _check_same_origin(site: Site, old: Origin, new: Origin) -> None:
-    """Both matrices, taken back to what stands before the fold, are the same up to the mean that centring takes out."""
+def _check_same_matrix(site: Site, old: Origin, new: Origin) -> None:
+    """Require that both matrices, taken back to before the fold, are the same up to the mean that centring takes out."""
     if site.kind in RESIDUAL_MATRICES:
         before, now = old.left, new.left
     else:
@@ -297,15 +282,13 @@ def _or_zeros(vector: Tensor | None, length: int) -> Float[Tensor, " length"]:
 
 
 def _moved_probe(
-    f: Factors, ratio: Float[Tensor, " d_in"], constant: Float[Tensor, " d_in"], offsets: Offsets
+    f: Any, ratio: Float[Tensor, " d_in"], constant: Float[Tensor, " d_in"], offsets: Offsets
 ) -> Probe | None:
-    """The same z from the input that the new host has, and y with the new offsets; None where a scale of 0 hid part of it."""
-    probe = f.probe
+    """Expect the same z from the input that the new host has, and y with the new offsets; None: a scale of 0 hid part of it."""
+    probe: Probe | None = f.probe
     if probe is None or bool((ratio == 0).any()):
         return None
     moved = ((probe.input.double() - constant) / ratio).float()
-    if probe.outputs is None or probe.y is None:
-        return replace(probe, input=moved)
     before = 0.0 if f.offsets is None else f.offsets.out.cpu().double()[probe.outputs]
     y = probe.y.double() - before + offsets.out.double()[probe.outputs]
     return replace(probe, input=moved, y=y.float())

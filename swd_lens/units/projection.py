@@ -33,7 +33,7 @@ from swd_lens.hosts.recording import hooks_of, name_of
 from swd_lens.hosts.sites import Site
 from swd_lens.hosts.weights import stored_parameters
 from swd_lens.units.coder import CoderUnits, Units
-from swd_lens.units.factors import Factors
+from swd_lens.units.factors import EDITED, Factors
 from swd_lens.units.kernels import FactorProduct
 from swd_lens.units.match import same_weights
 
@@ -76,11 +76,7 @@ class Watch:
                 "matrix that it was. Detach, change it, then factorize again (or transport the factors) and attach those"
             )
         if not factors_hold:
-            raise AttachError(
-                f"{self.site.name}: read, write or offsets were changed in place after these factors were made: their "
-                "errors, their probe and what is attached of them are of the old values. To go on with the new ones, "
-                "take dataclasses.replace(factors), which has neither the old errors nor the old probe, and attach that"
-            )
+            raise AttachError(f"{self.site.name}: {EDITED}")
 
 
 class UnitHookPoint(HookPoint):
@@ -122,7 +118,7 @@ class Projection(nn.Module):
         object.__setattr__(self, "hook", hook)
 
     def require_unedited(self) -> None:
-        """Before z is computed: raises AttachError where the host's matrix or the factors were changed since they were mounted.
+        """Raise AttachError if the host's matrix or the factors were changed since they were mounted; before z is computed.
 
         What a compiled graph computes, the next call of swd_lens checks.
         """
@@ -138,14 +134,14 @@ class Projection(nn.Module):
     def local(
         self, h: Float[Tensor, "*batch d_in"], dense: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "*batch d_out"]:
-        """What the units give for this input by themselves, also while `bypassed`; no hook sees z.
+        """Compute the units' own output for this input, also while `bypassed`; no hook sees z.
 
         Args:
             dense: the site's own h -> h @ W + bias, for units that read or write beyond it.
         """
 
     def show(self, z: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch unit"]:
-        """z as the hooks leave it. Where one looks and gradients are on, z can be differentiated by, also in a frozen host.
+        """Show z to the hooks and return it as they leave it. Where one looks and gradients are on, z always requires grad.
 
         Raises:
             ValueError: a hook gave it another shape.
@@ -155,17 +151,14 @@ class Projection(nn.Module):
             z = z.detach().requires_grad_(True)
         left = self.hook(z)
         if left is not z and getattr(left, "shape", None) != z.shape:
-            raise self._shape_changed(z, left)
+            # It would be broadcast, or end in an error somewhere later in the host.
+            shape = tuple(left.shape) if isinstance(left, Tensor) else type(left).__name__
+            raise ValueError(
+                f"a hook on {legible(self.hook.name)} ({legible(', '.join(map(name_of, hooks_of(self.hook))))}) returned "
+                f"{shape} for a z of {tuple(z.shape)}. Return a z of the same shape, (batch, pos, unit), or nothing; "
+                "z.expand or z.repeat makes it one"
+            )
         return left
-
-    def _shape_changed(self, z: Tensor, left: Any) -> Exception:
-        """Such a z would be broadcast, or end in an error somewhere later in the host."""
-        its_left = tuple(left.shape) if isinstance(left, Tensor) else type(left).__name__
-        return ValueError(
-            f"a hook on {legible(self.hook.name)} ({legible(', '.join(map(name_of, hooks_of(self.hook))))}) returned "
-            f"{its_left} for a z of {tuple(z.shape)}. Return a z of the same shape, (batch, pos, unit), or nothing; "
-            "z.expand or z.repeat makes it one"
-        )
 
 
 @contextmanager
@@ -183,7 +176,7 @@ def bypassed(projections: Iterable[Projection]) -> Iterator[None]:
 
 
 class UnitProjection(Projection):
-    """Factors at work.
+    """A projection that multiplies by read and write factors.
 
     The factors are non-persistent buffers: they follow the host's `.to()`, and the host's state_dict keys stay the same.
 
@@ -232,7 +225,7 @@ class UnitProjection(Projection):
 
 
 class CoderProjection(Projection):
-    """An encode/decode pair at work; it is used as it is, and is no child of the host."""
+    """A projection that runs an encode/decode pair, which is used as it is and is no child of the host."""
 
     gives_bias = True
     units: CoderUnits

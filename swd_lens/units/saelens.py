@@ -190,7 +190,7 @@ def _stands_on(sae: Any, name: str) -> tuple[int, tuple[str, ...], tuple[str, st
 
 
 def _refuse_ambiguous(sae: Any, name: str, below: tuple[str, ...]) -> None:
-    """Hook names that SAELens uses for another activation than TransformerLens does."""
+    """Refuse hook names that SAELens uses for another activation than TransformerLens does."""
     real_in, real_out = _meta(sae, "hf_hook_name") or "", _meta(sae, "hf_hook_name_out") or ""
     if below[0] == "hook_mlp_in" and not real_in.endswith("layernorm.output"):
         raise UnitSourceError(
@@ -206,7 +206,7 @@ def _refuse_ambiguous(sae: Any, name: str, below: tuple[str, ...]) -> None:
 
 
 def _prove(sae: Any, units: CoderUnits) -> None:
-    """Run it on three random positions: decode(encode(x)) is its forward, and the last z depends on the last x only."""
+    """Check on three random positions that decode(encode(x)) is its forward, and the last z depends on the last x only."""
     device, dtype = place_of(sae)
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(1, 3, units.d_read, generator=draw, dtype=torch.float32).to(device=device, dtype=dtype)

@@ -3,16 +3,16 @@
 1. `write_site` writes the nonzeros of a read and a write factor as (index, value) pairs, 8 bytes an edge, with the small
    tensors that travel along (integrity.py), and returns the index entry that describes them. The file's name carries a hash
    of its tensors, so that no write ever touches another matrix's file, or an older version of its own.
-2. `StoredPair` keeps a file memory-mapped and makes the dense factors when asked; `StoredSite` is one site's pair with its
-   integrity.
-3. Passports must fit their factors, and probes be met, when written and when read: factors that would be refused when they
-   are loaded are not saved.
+2. `StoredSite` keeps a file memory-mapped and makes the dense factors when asked.
+3. Origins and offsets must fit their factors, and probes be met, when written and when read: factors that would be refused
+   when they are loaded are not saved.
 
 Index of an edge: row * columns + column in its (rows, columns) factor, ascending; int32 (int64 from 2^31 entries on).
 """
 
 import re
 from collections.abc import Mapping
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +29,40 @@ from swd_lens.units.integrity import Offsets, Origin, Probe, from_tensors, to_te
 
 # Largest |computed - expected| / |expected| of a probe's z and y: float32, summed in float64: agreement is to 1e-7.
 PROBE_TOLERANCE = 1e-4
-OUR_NAME = re.compile(r"factors\.safetensors|[^/\\]*\.([0-9a-f]{12})\.safetensors")  # the first: of format 1
+OUR_NAME = re.compile(r"[^/\\]*\.([0-9a-f]{12})\.safetensors")
 UNNAMED = ".factors.new"  # lists the files that are written and not in the index yet
 WHAT = "a file of factors"
 
 
-def write_pair(
+def write_site(
     folder: Path,
     site: str,
     read: Float[Tensor, "d_in unit"],
     write: Float[Tensor, "unit d_out"],
-    extras: Mapping[str, Tensor] | None = None,
+    origin: Origin | None,
+    offsets: Offsets | None,
+    probe: Probe | None,
 ) -> dict[str, Any]:
-    """Write the nonzeros of one matrix's factors into the folder; returns its index entry (without settings).
-
-    Args:
-        extras: further tensors by name, written beside the pair as they are (on the CPU).
+    """Write one site's file; returns its index entry, without settings and provenance.
 
     Raises:
-        FactorFileError: a factor is not finite (site, factor and entry named); nothing is written.
+        FactorFileError: a value is not finite (site, factor and entry are named), origin, offsets or probe do not fit the
+            factors, or the probe does not find its z or y (factors were changed after it was made); nothing is written.
         OSError: the file cannot be written.
     """
-    tensors = dict(extras or {})
+    tensors = to_tensors(origin, offsets, probe)
+    try:
+        from_tensors(tensors, read.shape[0], read.shape[1], write.shape[1])
+    except ValueError as cause:
+        raise FactorFileError(
+            f"{site}: {cause}; nothing was saved. Factorize it again, or give origin, offsets or probe that fit"
+        ) from cause
+    if difference := _difference(probe, read, write, offsets):
+        raise FactorFileError(
+            f"{site}: the probe is of other factors ({difference}); nothing was saved. Make a new one, "
+            "dataclasses.replace(factors, probe=Probe.of(h, factors.read, factors.write, factors.offsets)), or give "
+            "probe=None"
+        )
     for part, matrix in (("read", read), ("write", write)):
         flat = matrix.detach().float().flatten()
         index = flat.nonzero().flatten()
@@ -71,63 +83,87 @@ def write_pair(
     return {"file": name, "sha256": sha256(folder / name), **shape}
 
 
-class StoredPair:
-    """One matrix's factors in their file, memory-mapped: pages are read when `dense` asks for them.
+class StoredSite:
+    """A site's factors in their file, memory-mapped: the counts that a summary needs, and the factors when asked for.
 
-    The map stays valid when the folder is saved over; it is closed with the last reference to this object. Sent to another
-    process, the nonzeros go along (8 bytes an edge), so that neither needs the folder.
+    Pages are read when `dense` asks for them. The map stays valid when the folder is saved over; it is closed with the last
+    reference to this object. Sent to another process, the nonzeros go along (8 bytes an edge), so that neither needs the folder.
 
     Raises:
         FactorFileError: not a safetensors file, or one without the four tensors of a pair (at construction).
     """
 
-    def __init__(self, folder: Path, entry: Mapping[str, Any]):
-        self.path = path = folder / entry["file"]
-        self.shapes = {"read": (entry["d_in"], entry["units"]), "write": (entry["units"], entry["d_out"])}
-        prefix = entry.get("prefix", "")  # of the tensors' names; only format 1 has one
-        with readable(path, WHAT, FactorFileError):
-            file = safe_open(str(path), framework="pt")
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
-            self._names = {name.removeprefix(prefix): name for name in names}
+    def __init__(self, folder: Path, site: str, entry: Mapping[str, Any]):
+        self.site, self.settings, self.provenance = site, entry["settings"], entry["provenance"]
+        self.entry, self.path = entry, folder / entry["file"]
+        self.d_in, self.n_units, self.d_out = entry["d_in"], entry["units"], entry["d_out"]
+        with readable(self.path, WHAT, FactorFileError):
+            file = safe_open(str(self.path), framework="pt")
+            self._names = list(file.keys())
             self._tensors: Any = file  # anything with get_tensor
-            self.nonzeros = {part: self._count(file, part) for part in self.shapes}
-
-    def _count(self, file: Any, part: str) -> int:
-        (index,) = file.get_slice(self._names[f"{part}.index"]).get_shape()
-        (value,) = file.get_slice(self._names[f"{part}.value"]).get_shape()
-        if index != value:
-            raise FactorFileError(f"{self.path}: {part} has {index} indices for {value} values; factorize again")
-        return index
+            self._nonzeros = 0
+            for part in ("read", "write"):
+                (index,), (value,) = (file.get_slice(f"{part}.{what}").get_shape() for what in ("index", "value"))
+                if index != value:
+                    raise FactorFileError(
+                        f"{self.path}: {part} has {index} indices for {value} values; factorize again"
+                    )
+                self._nonzeros += index
 
     def __getstate__(self) -> dict[str, Any]:
         # As bytes: shared memory, which tensors would travel in, is gone before a spawned worker opens it.
-        tensors = {name: self._tensors.get_tensor(name) for name in self._names.values()}
+        tensors = {name: self._tensors.get_tensor(name) for name in self._names}
         return {**self.__dict__, "_tensors": safetensors.torch.save(tensors)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _tensors=_Unmapped(safetensors.torch.load(state["_tensors"])))
 
-    def __deepcopy__(self, memo: Any) -> "StoredPair":
-        return self  # nothing changes it
+    def __deepcopy__(self, memo: Any) -> "StoredSite":
+        # Nothing changes the file; settings and provenance may be changed.
+        other = copy(self)
+        other.settings, other.provenance = deepcopy(self.settings, memo), deepcopy(self.provenance, memo)
+        return other
 
-    def dense(self) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
-        """The (d_in, unit) read and (unit, d_out) write factor, float32, on the CPU.
+    @property
+    def edges(self) -> int:
+        if self.settings.get("edges") == "dense":  # as Factors.edges_per_unit counts
+            return self.n_units * (self.d_in + self.d_out)
+        return self._nonzeros
+
+    @property
+    def sparsity(self) -> float:
+        return 1.0 - self.edges / (self.d_in * self.d_out)
+
+    def parts(self) -> dict[str, Any]:
+        """The fields that make the site's Factors, by name.
+
+        Raises:
+            FactorFileError: see `dense`; or origin, offsets or probe do not fit, or the probe finds another z or y.
+        """
+        pair = {f"{part}.{what}" for part in ("read", "write") for what in ("index", "value")}
+        with readable(self.path, WHAT, FactorFileError):
+            records = {name: self._tensors.get_tensor(name) for name in self._names if name not in pair}
+        try:  # first: sizes that are wrong may be too large for factors
+            records = from_tensors(records, self.d_in, self.n_units, self.d_out)
+        except ValueError as cause:
+            raise FactorFileError(f"{self.path}: {cause}; factorize again, or update swd_lens") from cause
+        with readable(self.path, WHAT, FactorFileError):
+            read, write = self.dense("read"), self.dense("write")
+        if difference := _difference(records.get("probe"), read, write, records.get("offsets")):
+            raise FactorFileError(
+                f"{self.site}: the factors load, but do not compute what they computed when they were saved "
+                f"({difference}); copy {self.path} again, or factorize again"
+            )
+        return {"read": read, "write": write, "settings": self.settings, "provenance": self.provenance, **records}
+
+    def dense(self, part: str) -> Float[Tensor, "rows columns"]:
+        """The "read" (d_in, unit) or "write" (unit, d_out) factor, float32, on the CPU.
 
         Raises:
             FactorFileError: an index is outside its factor or not in order, or a value is not finite.
         """
-        with readable(self.path, WHAT, FactorFileError):
-            return self._dense("read"), self._dense("write")
-
-    def extras(self) -> dict[str, Tensor]:
-        """The tensors that `write_pair` was given beside the pair, by name; none in files before format 3."""
-        pair = {f"{part}.{what}" for part in self.shapes for what in ("index", "value")}
-        with readable(self.path, WHAT, FactorFileError):
-            return {short: self._tensors.get_tensor(name) for short, name in self._names.items() if short not in pair}
-
-    def _dense(self, part: str) -> Tensor:
-        rows, columns = self.shapes[part]
-        index, value = (self._tensors.get_tensor(self._names[f"{part}.{what}"]) for what in ("index", "value"))
+        rows, columns = (self.d_in, self.n_units) if part == "read" else (self.n_units, self.d_out)
+        index, value = (self._tensors.get_tensor(f"{part}.{what}") for what in ("index", "value"))
         if len(index):
             # Ascending, so that the first and the last say whether all are inside.
             outside = next((int(i) for i in (index[0], index[-1]) if not 0 <= i < rows * columns), None)
@@ -145,6 +181,11 @@ class StoredPair:
         zeros = torch.zeros(rows * columns, dtype=torch.float32, device="cpu")
         return zeros.index_add_(0, index, value).view(rows, columns)
 
+    @seen
+    def __repr__(self) -> str:
+        shape = f"({self.d_in}, {self.d_out}) -> {self.n_units} units"
+        return f"Factors({self.site}: {shape}, {self.edges:,} edges, s={self.sparsity:.4f}, in its file)"
+
 
 class _Unmapped:
     """Tensors that came with a pickle, in place of the open file."""
@@ -154,84 +195,6 @@ class _Unmapped:
 
     def get_tensor(self, name: str) -> Tensor:
         return self.tensors[name]
-
-
-# ---------------------------------------------------------------------------------------------- a site with its integrity
-
-
-def write_site(
-    folder: Path,
-    site: str,
-    read: Float[Tensor, "d_in unit"],
-    write: Float[Tensor, "unit d_out"],
-    origin: Origin | None,
-    offsets: Offsets | None,
-    probe: Probe | None,
-) -> dict[str, Any]:
-    """Write one site's file; returns its index entry, without settings and provenance.
-
-    Raises:
-        FactorFileError: a value is not finite, origin, offsets or probe do not fit the factors, or the probe does not find
-            its z (read was changed after it was made); nothing is written.
-    """
-    extras = to_tensors(origin, offsets, probe)
-    try:
-        from_tensors(extras, read.shape[0], read.shape[1], write.shape[1])
-    except ValueError as cause:
-        raise FactorFileError(
-            f"{site}: {cause}; nothing was saved. Factorize it again, or give origin, offsets or probe that fit"
-        ) from cause
-    if difference := _difference(probe, read, write, offsets):
-        raise FactorFileError(
-            f"{site}: the probe is of other factors ({difference}); nothing was saved. Make a new one, "
-            "dataclasses.replace(factors, probe=Probe.of(h, factors.read, factors.write, factors.offsets)), or give "
-            "probe=None"
-        )
-    return write_pair(folder, site, read, write, extras)
-
-
-class StoredSite:
-    """A site's factors in a mapped file: the counts that a summary needs, and the factors when asked for."""
-
-    def __init__(self, folder: Path, site: str, entry: Mapping[str, Any]):
-        self.site, self.settings, self.provenance = site, entry["settings"], entry["provenance"]
-        self.entry = entry
-        self.d_in, self.n_units, self.d_out = entry["d_in"], entry["units"], entry["d_out"]
-        self.pair = StoredPair(folder, entry)
-
-    @property
-    def edges(self) -> int:
-        if self.settings.get("edges") == "dense":  # as Factors.edges_per_unit counts
-            return self.n_units * (self.d_in + self.d_out)
-        return sum(self.pair.nonzeros.values())
-
-    @property
-    def sparsity(self) -> float:
-        return 1.0 - self.edges / (self.d_in * self.d_out)
-
-    def parts(self) -> dict[str, Any]:
-        """What Factors are made of, by the names of their fields.
-
-        Raises:
-            FactorFileError: what `StoredPair.dense` raises, a integrity that does not fit, or a probe that finds another z.
-        """
-        extras = self.pair.extras()
-        try:  # first: sizes that are wrong may be too large for factors
-            integrity = from_tensors(extras, self.d_in, self.n_units, self.d_out)
-        except ValueError as cause:
-            raise FactorFileError(f"{self.pair.path}: {cause}; factorize again, or update swd_lens") from cause
-        read, write = self.pair.dense()
-        if difference := _difference(integrity.get("probe"), read, write, integrity.get("offsets")):
-            raise FactorFileError(
-                f"{self.site}: the factors load, but do not compute what they computed when they were saved "
-                f"({difference}); copy {self.pair.path} again, or factorize again"
-            )
-        return {"read": read, "write": write, "settings": self.settings, "provenance": self.provenance, **integrity}
-
-    @seen
-    def __repr__(self) -> str:
-        shape = f"({self.d_in}, {self.d_out}) -> {self.n_units} units"
-        return f"Factors({self.site}: {shape}, {self.edges:,} edges, s={self.sparsity:.4f}, in its file)"
 
 
 def _difference(
@@ -244,12 +207,9 @@ def _difference(
     if probe is None or probe.error(read, write, offsets) <= PROBE_TOLERANCE:
         return ""
     z, y = probe.computed(read, write, offsets)
-    pairs = [("unit", probe.units, probe.z, z)]
-    if probe.outputs is not None and probe.y is not None and y is not None:
-        pairs.append(("output", probe.outputs, probe.y, y))
     each = (
         f"{what} {index} expected {expected:.6g}, found {value:.6g}"
-        for what, *columns in pairs
+        for what, *columns in (("unit", probe.units, probe.z, z), ("output", probe.outputs, probe.y, y))
         for index, expected, value in zip(*(column.tolist() for column in columns), strict=True)
     )
     return "its probe: " + ", ".join(each)

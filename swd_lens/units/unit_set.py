@@ -61,7 +61,11 @@ class UnitSet(Mapping[str, Units]):
             units = given
         else:
             sources = sources_by_site(given)
-            by_site = {site: as_units(_source_of(site, sources), site) for site in sites_of(host, sources)}
+            by_site = {}
+            for site in sites_of(host, sources):
+                # Sources may be named as TransformerLens or Hugging Face name their sites.
+                name = site.name if site.name in sources else next(n for n in sources if select_sites([site], n))
+                by_site[site] = as_units(sources[name], site)
             units = cls(host, by_site, getattr(given, "provenance", {}))
         for name, f in units.factors.items():
             f.require_unedited(name)
@@ -94,7 +98,7 @@ class UnitSet(Mapping[str, Units]):
 
     @property
     def n_units(self) -> int:
-        """Of all sites."""
+        """Units of all sites together."""
         return sum(self.sizes.values())
 
     @cached_property
@@ -103,22 +107,14 @@ class UnitSet(Mapping[str, Units]):
         return active_edges(self._units)
 
     def read_vectors(self, site: str) -> Float[Tensor, "d_read unit"] | None:
-        """What each unit of a site reads, one per column; None where a coder does not show it."""
-        units = self._units[site]
-        return (
-            units.read if isinstance(units, Factors) else units.read_weights if isinstance(units, CoderUnits) else None
-        )
+        """Read vectors of a site's units, one per column; None where a coder does not show them."""
+        units: Any = self._units[site]
+        return units.read if isinstance(units, Factors) else getattr(units, "read_weights", None)
 
     def write_vectors(self, site: str) -> Float[Tensor, "unit d_write"] | None:
-        """What each unit of a site writes, one per row; None where a coder does not show it."""
-        units = self._units[site]
-        return (
-            units.write
-            if isinstance(units, Factors)
-            else units.write_weights
-            if isinstance(units, CoderUnits)
-            else None
-        )
+        """Write vectors of a site's units, one per row; None where a coder does not show them."""
+        units: Any = self._units[site]
+        return units.write if isinstance(units, Factors) else getattr(units, "write_weights", None)
 
     def units_named(self, given: Any) -> list[tuple[str, int]]:
         """Site and index of named units, see `swd_lens.units.keys`; a site's name or a glob stands for all its units.
@@ -140,7 +136,7 @@ class UnitSet(Mapping[str, Units]):
     def heads(self) -> dict[str, list[tuple[str, float]]]:
         """Site -> per unit the attention head that most of it lies in ("L3H1"), and the share of its squared norm there.
 
-        Of attn_o that is the head whose output the unit reads; of attn_q, attn_k, attn_v and attn_qkv the head whose query,
+        For attn_o that is the head whose output the unit reads; for attn_q, attn_k, attn_v and attn_qkv the head whose query,
         key or value it writes ("L3H1 Q"; keys and values count stored heads). Other sites, and units without vectors, are left
         out.
         """
@@ -170,11 +166,11 @@ class UnitSet(Mapping[str, Units]):
 
     @cached_property
     def identities(self) -> dict[str, str]:
-        """Site -> what tells these units from others of the same shape: a hash of their weights ("" where a coder shows none)."""
+        """Site -> a hash of the units' weights, which tells them from others of the same shape ("" where a coder shows none)."""
         return {site: _identity(units) for site, units in self._units.items()}
 
     def require_made_for(self, settings: Mapping[str, Any], what: str) -> None:
-        """See `require_made_for`."""
+        """Require that `what`, with these settings, was made for exactly these units; see the function of this name."""
         require_made_for(self, settings, what)
 
     def __repr__(self) -> str:
@@ -246,13 +242,6 @@ def sources_by_site(given: Any) -> dict[str, Any]:
     if not given:
         raise AttachError("there are no factors to attach: the set is empty")
     return dict(given)
-
-
-def _source_of(site: Site, sources: Mapping[str, Any]) -> Any:
-    """The source that names a site, also by a TransformerLens or Hugging Face name."""
-    if site.name in sources:
-        return sources[site.name]
-    return next(source for name, source in sources.items() if select_sites([site], name))
 
 
 def as_units(source: Any, site: Site) -> Units:

@@ -17,7 +17,7 @@ from tests.factorization.test_factorize import ALL, QUICK, assert_same, count_so
 from tests.forks import Child, Died, run_forked
 from tests.micro import random_tokens, toy_model
 from tests.remains import left_by_a_killed_process
-from tests.units.test_folder import in_a_thread
+from tests.units.test_index import in_a_thread
 
 TOKENS = random_tokens(12, 9)
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from swd_lens.factorization.residuals import Residuals
 from swd_lens.tasks import load_task
 from swd_lens.train.engine import Engine
 from tests.fuzz import calls
-
-GOLDEN = Path(__file__).parents[1] / "golden_files"
 
 
 @dataclass(frozen=True)
@@ -157,22 +154,9 @@ def _report(folder: Path) -> Any:
     return calls.SAVES["study"].load(folder)
 
 
-def _golden(name: str) -> Kind:
-    return Kind(
-        lambda folder, version: shutil.copytree(GOLDEN / name, folder, dirs_exist_ok=True),
-        swd.FactorSet.load,
-        ("FactorFileError",),
-        1,
-        sealed=False,
-    )
-
-
 _RUN, _FACTORS, _UNITS = "ResumeError", "FactorFileError", "TrainError"
 KINDS: dict[str, Kind] = {
     "factors": Kind(calls.SAVES["factors"].save, swd.FactorSet.load, (_FACTORS,), 8),
-    "factors, format 1": _golden("factors_v1"),
-    "factors, format 2": _golden("factors_v2"),
-    "factors, format 3": _golden("factors_v3"),
     "factorize, finished": Kind(_version(calls.factorize_calibrated), calls.factorize_calibrated, (_RUN,), 3),
     "factorize, interrupted": Kind(
         _interrupted(calls.factorize_calibrated, Checkpoint, "add", 2), calls.factorize_calibrated, (_RUN,), 1

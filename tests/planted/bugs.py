@@ -124,19 +124,19 @@ BUGS = [
         "units/match.py",
         "((probe.input.double() - constant) / ratio)",
         "((probe.input.double() + constant) / ratio)",
-        "units/test_transport.py units/test_probe.py",
+        "units/test_match.py units/test_probe.py",
     ),
     Bug(
         "units/match.py",
         "if min(errors) > _TOLERANCE:",
         "if min(errors) < 0:",
-        "units/test_transport.py base/test_errors.py",
+        "units/test_match.py base/test_errors.py",
     ),
     Bug(
         "units/integrity.py",
         "return y if offsets is None else y + offsets",
         "return y if offsets is None else y - offsets",
-        "units/test_probe.py units/test_transport.py",
+        "units/test_probe.py units/test_match.py",
     ),
     # factorization
     Bug(

@@ -30,8 +30,10 @@ import torch  # noqa: E402 - the client reads its settings when it is imported
 from jaxtyping import install_import_hook  # noqa: E402
 
 with install_import_hook("swd_lens", "beartype.beartype"):
+    from made import same
+
     import swd_lens as swd
-    from swd_lens.units.storage import StoredPair
+    from swd_lens.units.storage import StoredSite
 
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError  # noqa: E402
 
@@ -54,15 +56,6 @@ FIRST = factors(1, "blocks.0.mlp_in", "blocks.0.mlp_out")
 SECOND = factors(2, "blocks.0.mlp_out")
 
 
-def same(a: swd.FactorSet, b: swd.FactorSet) -> bool:
-    return (
-        list(a) == list(b)
-        and a.provenance == b.provenance
-        and all(torch.equal(a[s].read, b[s].read) and torch.equal(a[s].write, b[s].write) for s in b)
-        and all(a[s].settings == b[s].settings and a[s].provenance == b[s].provenance for s in b)
-    )
-
-
 def raises(kind: type[Exception], *fragments: str):
     """Calls the function; it must raise exactly this, with these words."""
 
@@ -82,7 +75,7 @@ load = swd.FactorSet.from_pretrained
 
 def push_and_load():
     made: list[str] = []
-    dense = StoredPair.dense
+    parts = StoredSite.parts
     url = FIRST.push_to_hub("user/first", token=TOKEN)
     repository = hub.repositories["user/first"]
     assert url == f"{hub.url}/user/first/commit/{repository.head}"
@@ -94,15 +87,15 @@ def push_and_load():
         "factors.json",
     }
     config = json.loads(files["config.json"])
-    assert config == {"library_name": "swd_lens", "format": 4, "base_model": "gpt2"}
+    assert config == {"library_name": "swd_lens", "format": 1, "base_model": "gpt2"}
     assert 'FactorSet.from_pretrained("user/first")' in files["README.md"].decode()
-    StoredPair.dense = lambda pair: made.append(pair.path.name) or dense(pair)
+    StoredSite.parts = lambda stored: made.append(stored.site) or parts(stored)
     try:
         loaded = load("user/first")
         assert loaded.edges == FIRST.edges and repr(loaded).count("in its file") == 2
         assert not made, f"loading made the factors of {made}"
     finally:
-        StoredPair.dense = dense
+        StoredSite.parts = parts
     assert same(loaded, FIRST)
     assert same(swd.FactorSet.from_pretrained("user/first", cache_dir=FOLDER / "fresh"), FIRST)
     assert list((FOLDER / "fresh").glob("models--user--first/snapshots/*/factors.json"))

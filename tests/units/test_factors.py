@@ -1,6 +1,6 @@
 """Factors and their files."""
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -8,27 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 import swd_lens.units.factors
-from swd_lens.base.errors import FactorFileError
-from swd_lens.base.files import sha256
-from swd_lens.base.sealed import seal
-from swd_lens.train.baselines import svd_factors
-from swd_lens.units.factors import Factors, FactorSet, fingerprint
-from swd_lens.units.storage import StoredPair
+from swd_lens.base.errors import AttachError, FactorFileError
+from swd_lens.units.exact import svd_factors
+from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.integrity import Offsets, Probe
+from swd_lens.units.storage import StoredSite
 from tests.remains import left_by_a_killed_process
-
-
-def small() -> Factors:
-    # W = [[2, 0], [0, 3]]; read = I without its second entry, so unit 1 reads nothing and is not valid.
-    return Factors(
-        torch.tensor([[1.0, 0.0], [0.0, 0.0]]),
-        torch.tensor([[2.0, 1.0], [0.0, 3.0]]),
-        {"preset": "paper"},
-        {"site": "blocks.0.mlp_out"},
-        torch.tensor([[2.0, 0.0], [0.0, 3.0]]),
-    )
+from tests.units.made import same, small, sparse_factors
 
 
 def test_counts_by_hand():
@@ -62,16 +50,6 @@ def test_loaded_factors_ask_for_the_weight():
     assert f.relmse(weight=torch.eye(2)) == 0.0
 
 
-def sparse_factors(d_in: int, units: int, d_out: int, density: float, seed: int = 0) -> Factors:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(rows: int, columns: int) -> torch.Tensor:
-        mask = torch.rand(rows, columns, generator=generator) < density
-        return torch.randn(rows, columns, generator=generator) * mask
-
-    return Factors(draw(d_in, units), draw(units, d_out), {"preset": "paper", "sparsity": 0.5}, {"tokens": 3})
-
-
 def test_relmse_in_tiles_is_relmse(monkeypatch):
     f = sparse_factors(24, 12, 31, 0.5)
     weight, h = torch.randn(24, 31), torch.randn(50, 24)
@@ -98,6 +76,31 @@ def test_sparse_view():
     assert csc.ccol_indices().diff().tolist() == (f.read != 0).sum(0).tolist()
 
 
+# ---------------------------------------------------------------------------------------------- copies
+
+
+def test_other_records_share_the_values_and_their_watch():
+    f = small()
+    probe = Probe.of(torch.tensor([1.0, 2.0]), f.read, f.write)
+    other = f.with_records(probe=probe, weight=2 * f.weight, provenance={"site": "x", "relmse": 0.5})
+    assert other.read is f.read and other.probe is probe and f.probe is None and other.provenance["relmse"] == 0.5
+    assert other.relmse() != f.relmse() and f.provenance == small().provenance
+    other.weight.data.mul_(2)
+    with pytest.raises(ValueError, match=r"x: the dense weight .* was changed in place"):
+        other.relmse()
+    assert other.relmse(weight=f.weight) == f.relmse()
+    f.read.data.mul_(2)  # which counts no version
+    for each in (f, other):
+        with pytest.raises(AttachError, match="were changed in place"):
+            each.require_unedited()
+    assert replace(other).probe is None and "relmse" not in replace(other).provenance
+
+
+def test_factors_that_are_on_a_device_are_not_made_again():
+    f = replace(small(), offsets=Offsets(torch.ones(2), torch.ones(2)))
+    assert f.to("cpu") is f and f.to("meta").weight.is_meta and f.to("meta").offsets.out.is_meta
+
+
 # ---------------------------------------------------------------------------------------------- files
 
 
@@ -106,14 +109,7 @@ def test_save_and_load(tmp_path):
         {"blocks.0.mlp_out": sparse_factors(40, 20, 30, 0.3), "blocks.1.mlp_out": small()}, {"model": "toy"}
     )
     saved.save(tmp_path / "factors")
-    loaded = FactorSet.load(tmp_path / "factors")
-    assert list(loaded) == list(saved)
-    assert loaded.provenance == {"model": "toy"}
-    for site in saved:
-        assert torch.equal(loaded[site].read, saved[site].read)
-        assert torch.equal(loaded[site].write, saved[site].write)
-        assert loaded[site].settings == saved[site].settings
-        assert loaded[site].provenance == saved[site].provenance
+    assert same(FactorSet.load(tmp_path / "factors"), saved)
     names = sorted(path.name.split(".safetensors")[0][:16] for path in (tmp_path / "factors").iterdir())
     assert names == ["blocks.0.mlp_out", "blocks.1.mlp_out", "factors.json"]
 
@@ -164,8 +160,8 @@ def test_opening_makes_no_factors(tmp_path, monkeypatch):
     saved = FactorSet({"blocks.0.mlp_out": sparse_factors(40, 20, 30, 0.3), "blocks.1.mlp_out": small()})
     saved.save(tmp_path)
     made: list[str] = []
-    dense = StoredPair.dense
-    monkeypatch.setattr(StoredPair, "dense", lambda pair: made.append(pair.path.name[:16]) or dense(pair))
+    parts = StoredSite.parts
+    monkeypatch.setattr(StoredSite, "parts", lambda stored: made.append(stored.site) or parts(stored))
     loaded = FactorSet.load(tmp_path)
     assert loaded.edges == saved.edges and loaded.n_units == saved.n_units and loaded.sparsity == saved.sparsity
     assert "blocks.1.mlp_out" in loaded and "blocks.2.mlp_out" not in loaded
@@ -227,96 +223,12 @@ def test_an_interrupted_save_leaves_the_old_set(tmp_path, monkeypatch, where):
     assert not list(tmp_path.glob(".*"))
 
 
-def tensors_file(folder: Path) -> Path:
-    (path,) = folder.glob("*.safetensors")
-    return path
-
-
-def rewrite(folder: Path, **changed: torch.Tensor) -> None:
-    """Exchange tensors of the one file there, and give the index its new hash: only the contents are wrong then."""
-    path = tensors_file(folder)
-    save_file({**load_file(path), **{name.replace("_", "."): value for name, value in changed.items()}}, path)
-    described = json.loads((folder / "factors.json").read_text())
-    described["sites"]["blocks.0.mlp_out"]["sha256"] = sha256(path)
-    (folder / "factors.json").write_text(json.dumps(seal(described)))
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        # small(): read (2, 2) has its entry 0, write (2, 2) its entries 0, 1 and 3.
-        ({"read_index": ints(4)}, r"read has index 4, outside its 2 x 2 entries"),
-        ({"read_index": ints(-1)}, r"read has index -1, outside its 2 x 2 entries"),
-        ({"write_index": ints(0, 3, 1)}, r"the indices of write are not ascending"),
-        ({"write_index": ints(0, 1, 1)}, r"the indices of write are not ascending"),
-        ({"write_value": torch.tensor([2.0, 1.0, torch.nan])}, r"write\[1, 1\] is nan"),
-        ({"write_value": torch.tensor([2.0, -torch.inf, 3.0])}, r"write\[0, 1\] is -inf"),
-        ({"write_value": torch.tensor([2.0])}, r"write has 3 indices for 1 values"),
-    ],
-)
-def test_wrong_contents(tmp_path, changed, message):
-    FactorSet({"blocks.0.mlp_out": small()}).save(tmp_path)
-    rewrite(tmp_path)
-    assert torch.equal(FactorSet.load(tmp_path)["blocks.0.mlp_out"].write, small().write)  # the change is what matters
-    rewrite(tmp_path, **changed)
-    with pytest.raises(FactorFileError, match=message):
-        FactorSet.load(tmp_path)["blocks.0.mlp_out"]
-
-
-def test_damaged_files(tmp_path):
-    FactorSet({"blocks.0.mlp_out": small()}).save(tmp_path)
-    path = tensors_file(tmp_path)
-    whole = path.read_bytes()
-    for damaged in (whole[:-1], whole[:10], b"", bytes([*whole[:-1], whole[-1] ^ 1])):
-        path.write_bytes(damaged)
-        with pytest.raises(FactorFileError, match=r"is not the file that factors\.json was written with"):
-            FactorSet.load(tmp_path)
-    for damaged in (b"", whole[:10], whole[:-1]):  # cut short before it was hashed
-        path.write_bytes(damaged)
-        with pytest.raises(FactorFileError, match="is not a file of factors, or damaged"):
-            StoredPair(tmp_path, {"file": path.name, "d_in": 2, "units": 2, "d_out": 2})
-    path.unlink()
-    with pytest.raises(FactorFileError, match=r"the factors of blocks\.0\.mlp_out, is missing"):
-        FactorSet.load(tmp_path)
-
-
 def test_values_that_are_not_finite_are_not_saved(tmp_path):
     FactorSet({"blocks.0.mlp_out": small()}).save(tmp_path)
     bad = Factors(torch.eye(2), torch.tensor([[1.0, 0.0], [torch.nan, 1.0]]))
     with pytest.raises(FactorFileError, match=r"blocks\.1\.mlp_out: write\[1, 0\] is nan; nothing was saved"):
         FactorSet({"blocks.1.mlp_out": bad}).save(tmp_path)
     assert list(FactorSet.load(tmp_path)) == ["blocks.0.mlp_out"]
-
-
-def test_bad_index(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"holds no factors\.json"):
-        FactorSet.load(tmp_path)
-    FactorSet({"blocks.0.mlp_out": small()}).save(tmp_path)
-    index = tmp_path / "factors.json"
-    text = index.read_text()
-
-    def refused(changed: str | dict, message: str) -> None:
-        index.write_text(changed if isinstance(changed, str) else json.dumps(seal(changed)))
-        with pytest.raises(FactorFileError, match=message):
-            FactorSet.load(tmp_path)
-
-    described = json.loads(text)
-    refused({**described, "format": 99}, "format 99, this swd_lens reads 1 to 4; update swd_lens")
-    refused(text[:40], r"factors\.json is not an index of factors, or damaged")
-    refused("[]", "format None")
-    refused({"format": 4, "provenance": {}}, "has no 'sites'")
-    for key, value in {"d_in": 0, "d_out": True, "units": "2", "settings": None, "sha256": None, "file": 3}.items():
-        entry = {**described["sites"]["blocks.0.mlp_out"], key: value}
-        refused({**described, "sites": {"a": entry}}, f"'{key}' of a is")
-    elsewhere = {**described["sites"]["blocks.0.mlp_out"], "file": "../x.safetensors"}
-    refused({**described, "sites": {"a": elsewhere}}, "is not in this folder")
-    # A folder with a broken index can be saved over.
-    small().save(tmp_path)
-    assert FactorSet.load(tmp_path).edges == 4
 
 
 # ---------------------------------------------------------------------------------------------- sets
@@ -331,14 +243,6 @@ def test_sets():
     with pytest.raises(KeyError, match=r"no factors for site 'blocks\.7\.mlp_out'"):
         one["blocks.7.mlp_out"]
     assert "2 sites, 4 units, 8 edges" in repr(both)
-
-
-def test_fingerprint_sees_values_and_shape():
-    weight = torch.arange(6.0).view(2, 3)
-    assert fingerprint(weight) == fingerprint(weight.clone())
-    assert fingerprint(weight) != fingerprint(weight.view(3, 2))
-    assert fingerprint(weight) != fingerprint(weight + 1e-6)
-    assert fingerprint(weight) == fingerprint(weight.T.contiguous().T)  # memory order does not matter
 
 
 def test_a_set_holds_factors_only():

@@ -13,7 +13,7 @@ import torch
 
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.hub import OnHub
-from swd_lens.units.storage import StoredPair
+from swd_lens.units.storage import StoredSite
 
 SCRIPT = Path(__file__).parent / "hub_scenarios.py"
 
@@ -35,7 +35,7 @@ def results(tmp_path_factory) -> dict[str, str | None]:
     """What became of every scenario: None, or a traceback."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("hub"))],
-        cwd=SCRIPT.parent.parent,
+        cwd=SCRIPT.parents[2],
         env={**os.environ, "PYTHONPATH": "."},
         capture_output=True,
         text=True,
@@ -82,7 +82,7 @@ def test_a_folder_needs_no_network(tmp_path):
 def test_configuration(tmp_path):
     toy().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config == {"library_name": "swd_lens", "format": 4, "base_model": "EleutherAI/pythia-70m"}
+    assert config == {"library_name": "swd_lens", "format": 1, "base_model": "EleutherAI/pythia-70m"}
     toy().save_pretrained(tmp_path, config={"mine": 1})
     assert json.loads((tmp_path / "config.json").read_text()) == {"mine": 1}
     # A loaded set that is saved describes itself, not the folder that it came from.
@@ -95,7 +95,7 @@ def test_configuration(tmp_path):
 def test_card(tmp_path, monkeypatch):
     toy().save(tmp_path)
     loaded = FactorSet.load(tmp_path)
-    monkeypatch.setattr(StoredPair, "dense", lambda pair: pytest.fail("the card made the factors"))
+    monkeypatch.setattr(StoredSite, "parts", lambda stored: pytest.fail("the card made the factors"))
     card = loaded.generate_model_card(repo_id="user/repo")
     assert card.data.base_model == "EleutherAI/pythia-70m" and card.data.library_name == "swd_lens"
     assert "sparse-weight-decomposition" in card.data.tags

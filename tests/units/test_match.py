@@ -1,4 +1,4 @@
-"""Weight processing: factors know under which they were made, are refused under another, and can be moved there exactly."""
+"""Factors and the matrix that a host has: hashes that are never stale, refusals under another processing, exact transport."""
 
 from dataclasses import replace
 
@@ -6,9 +6,13 @@ import pytest
 import torch
 
 import swd_lens as swd
+from swd_lens import baselines
 from swd_lens.base.errors import AttachError
 from swd_lens.hosts import find_sites, host_of
+from swd_lens.units import attach, match
 from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.integrity import fingerprint
+from swd_lens.units.match import described, rounded_checksum, weight_fingerprint
 from tests import families
 from tests.micro import random_tokens, toy_model
 
@@ -93,22 +97,15 @@ def test_without_transport_it_would_be_silently_wrong_and_is_refused(raw):
     assert set(unchanged) <= set(same)
 
 
-def test_files_carry_what_transport_needs(raw, tmp_path):
+def test_files_carry_what_transport_needs_and_one_matrix_moves_too(raw, tmp_path):
     family, model, factors = raw
     host = processed(family, **PROCESSINGS["everything"])
     factors.save(tmp_path)
-    loaded = swd.FactorSet.load(tmp_path).transport(host)
-    assert_same(seen(model, factors), seen(host, loaded))
-    loaded.save(tmp_path / "moved")
-    assert_same(seen(model, factors), seen(host, swd.FactorSet.load(tmp_path / "moved")))
-
-
-def test_one_matrix_moves_too(raw):
-    family, model, factors = raw
-    host = processed(family, **PROCESSINGS["everything"])
+    swd.FactorSet.load(tmp_path).transport(host).save(tmp_path / "moved")
+    loaded, expected = swd.FactorSet.load(tmp_path / "moved"), seen(model, factors)
+    assert_same(expected, seen(host, loaded))
     f = factors["blocks.0.mlp_in"]
-    moved = f.transport(host)
-    assert_same(seen(model, {"blocks.0.mlp_in": f}), seen(host, {"blocks.0.mlp_in": moved}))
+    assert torch.equal(f.transport(host).read, loaded["blocks.0.mlp_in"].read)
 
 
 def test_what_does_not_lead_to_the_host_is_refused(raw):
@@ -180,3 +177,58 @@ def test_factors_that_do_not_say_of_which_w_they_are_are_moved_by_their_origin()
     moved = replace(f, provenance=provenance).transport(host)
     assert moved.offsets is not None
     assert_same(seen(model, {"blocks.0.mlp_in": f}), seen(host, {"blocks.0.mlp_in": moved}))
+
+
+# ---------------------------------------------------------------------------------------------- hashes
+
+
+SITE = "blocks.1.mlp_out"
+
+
+def test_a_matrix_is_hashed_once_a_host(monkeypatch):
+    model, hashed = toy_model(), []
+    monkeypatch.setattr(match, "fingerprint", lambda weight: hashed.append(tuple(weight.shape)) or fingerprint(weight))
+    factors = baselines.svd(model, SITE)
+    for _ in range(3):
+        with attach(model, factors):
+            pass
+    host, site = host_of(model), find_sites(model, SITE)[0]
+    assert weight_fingerprint(host, site) == fingerprint(model.blocks[1].mlp.W_out)
+    about = described(host, site)
+    assert about["weight_sha256"] == factors[SITE].provenance["weight_sha256"] and hashed == [(32, 16)]
+    # Of the rounded matrix a checksum is enough; the rounded host has the same one.
+    assert set(about["weight_checksums"]) == {"bfloat16", "float16"}
+    model.to(torch.bfloat16)
+    assert rounded_checksum(host_of(model), site, "bfloat16") == about["weight_checksums"]["bfloat16"]
+    assert rounded_checksum(host_of(model), site, "float16") != about["weight_checksums"]["float16"]
+
+
+def in_place(weight):
+    with torch.no_grad():
+        weight[1, 1] += 1e-3
+
+
+def past_the_versions(weight):
+    weight.data[1, 1] += 1e-3
+
+
+def replaced(weight):
+    weight.data = weight.data * 1.001
+
+
+def swapped_rows(weight):
+    with torch.no_grad():
+        weight[[0, 1]] = weight[[1, 0]]
+
+
+@pytest.mark.parametrize("change", [in_place, past_the_versions, replaced, swapped_rows])
+@pytest.mark.parametrize("site", [SITE, "blocks.0.attn_qkv"])
+def test_a_changed_matrix_is_never_taken_for_the_old_one(change, site):
+    model = toy_model()
+    factors = baselines.svd(model, site)
+    with attach(model, factors[site]):
+        pass
+    block = model.blocks[int(site.split(".")[1])]
+    change(block.mlp.W_out if site == SITE else block.attn.W_V)
+    with pytest.raises(AttachError, match="were made from another W"):
+        attach(model, factors[site])

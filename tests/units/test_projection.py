@@ -11,14 +11,14 @@ import torch
 
 import swd_lens as swd
 from swd_lens.base.errors import AttachError
-from swd_lens.hosts import find_sites, host_of
+from swd_lens.hosts import find_sites
 from swd_lens.units import UnitSet, attach
 from swd_lens.units.factors import MEASURED, Factors, FactorSet
 from swd_lens.units.integrity import Offsets
 from tests.contract import identity
 from tests.edited import FACTOR_SEEN_BY_VALUE, FACTOR_SEEN_BY_VERSION, SEEN_BY_VALUE, SEEN_BY_VERSION
 from tests.micro import random_split, random_tokens, toy_model
-from tests.units.test_sources import Coder
+from tests.units.test_coder import Coder
 
 WEIGHT = r"{}: the host's matrix was changed while units are attached to it"
 FACTORS = r"{}: read, write or offsets were changed in place after these factors were made"
@@ -137,24 +137,20 @@ def test_while_the_host_is_dense_its_weights_count_only_afterwards(model):
             model(TOKENS)
 
 
-def test_a_host_may_be_moved_to_another_dtype(model):
-    factors = factorized(model)
-    with attach(model, factors) as attachment:
-        model.to(torch.bfloat16)
-        model(TOKENS)
-        swd.find_sites(model)
+@pytest.mark.parametrize("changed", ["before the move", "after it"])
+def test_a_host_may_be_moved_to_another_dtype(model, changed):
+    with attach(model, factorized(model)) as attachment:
+        if changed == "before the move":  # which the fingerprint shows
+            model.blocks[1].mlp.W_in.data.mul_(2)
+            model.to(torch.bfloat16)
+        else:
+            model.to(torch.bfloat16)
+            model(TOKENS)
+            swd.find_sites(model)
+            model.blocks[1].mlp.W_in.data.mul_(2)
+        with pytest.raises(AttachError, match=WEIGHT.format(r"blocks\.1\.mlp_in")):
+            swd.find_sites(model)
         assert attachment.attached
-        model.blocks[1].mlp.W_in.data.mul_(2)
-        with pytest.raises(AttachError, match=WEIGHT.format(r"blocks\.1\.mlp_in")):
-            swd.find_sites(model)
-
-
-def test_a_weight_that_is_changed_before_it_is_moved_is_noticed_by_its_fingerprint(model):
-    with attach(model, factorized(model)):
-        model.blocks[1].mlp.W_in.data.mul_(2)
-        model.to(torch.bfloat16)
-        with pytest.raises(AttachError, match=WEIGHT.format(r"blocks\.1\.mlp_in")):
-            swd.find_sites(model)
 
 
 def test_a_deep_copy_watches_its_own_weights_and_factors(model):
@@ -194,17 +190,6 @@ def test_rows_that_are_exchanged_in_place_change_the_fingerprint(model):
     weight.data.copy_(weight.data[torch.tensor([1, 0, *range(2, 32)])])
     with pytest.raises(AttachError, match=r"blocks\.1\.mlp_out"):
         attach(model, factors)
-
-
-def test_an_error_of_a_remembered_weight_is_one_against_the_w_they_were_made_from(model):
-    f = factorized(model)["blocks.1.mlp_out"]
-    before = f.relmse()
-    model.blocks[1].mlp.W_out.data.mul_(2)
-    with pytest.raises(
-        ValueError, match=r"blocks\.1\.mlp_out: the dense weight .* was changed in place .* pass the one"
-    ):
-        f.relmse()
-    assert f.relmse(weight=model.blocks[1].mlp.W_out / 2) == pytest.approx(before)
 
 
 # ---------------------------------------------------------------------------------------------- the factors
@@ -334,11 +319,3 @@ def test_no_unit_is_an_inference_tensor(density, mode):
     scores = swd.attribute(model, {name: f}, random_split())
     same = Factors(f.read.clone(), f.write.clone(), offsets=Offsets(torch.ones(64), torch.ones(64)))
     assert torch.equal(scores.scores[name], swd.attribute(model, {name: same}, random_split()).scores[name])
-
-
-def test_a_host_s_watch_is_found_by_every_host(model):
-    with attach(model, everywhere(model)):
-        model.blocks[0].attn.W_K.data.mul_(2)
-        for call in (host_of, swd.find_sites):
-            with pytest.raises(AttachError, match=WEIGHT.format(r"blocks\.0\.attn_qkv")):
-                call(model)

@@ -5,52 +5,33 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 import swd_lens.units.index as index
 from swd_lens.base.errors import FactorFileError, FolderInUseError
-from swd_lens.base.sealed import seal
 from swd_lens.base.writer import writing
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.index import INDEX
 from tests.forks import Child, run_forked
+from tests.units.made import edit_index, same, sparse_factors
 
-GOLDEN = Path(__file__).parents[1] / "golden_files"
 SITES = [f"blocks.{layer}.{kind}" for layer in (0, 1) for kind in ("mlp_in", "mlp_out")]
 
 
-def sparse(seed: int, d_in: int = 12, units: int = 9, d_out: int = 11) -> Factors:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * (torch.rand(rows, columns, generator=generator) < 0.4)
-
-    return Factors(draw(d_in, units), draw(units, d_out), {"preset": "best"}, {"seed": seed})
+def sparse(seed: int) -> Factors:
+    return sparse_factors(12, 9, 11, 0.4, seed)
 
 
 def some(seed: int = 0) -> FactorSet:
     return FactorSet({site: sparse(seed + i) for i, site in enumerate(SITES)}, {"seed": seed})
-
-
-def same(one: FactorSet, two: FactorSet) -> bool:
-    return (
-        list(one) == list(two)
-        and one.provenance == two.provenance
-        and all(
-            torch.equal(one[site].read, two[site].read)
-            and torch.equal(one[site].write, two[site].write)
-            and (one[site].settings, one[site].provenance) == (two[site].settings, two[site].provenance)
-            for site in one
-        )
-    )
 
 
 def in_a_thread(call: Callable[[], object]) -> BaseException | None:
@@ -72,12 +53,6 @@ def in_a_thread(call: Callable[[], object]) -> BaseException | None:
 # ---------------------------------------------------------------------------------------------- what is noticed
 
 
-def edited(path: Path, edit: Callable[[dict], object]) -> None:
-    described = json.loads(path.read_text())
-    edit(described)
-    path.write_text(json.dumps(described))
-
-
 @pytest.mark.parametrize(
     "edit",
     [
@@ -88,14 +63,13 @@ def edited(path: Path, edit: Callable[[dict], object]) -> None:
         lambda d: d["sites"].update({SITES[0]: d["sites"][SITES[1]], SITES[1]: d["sites"][SITES[0]]}),
         lambda d: d["sites"][SITES[0]]["settings"].update(edges="dense"),
         lambda d: d["provenance"].update(seed=1),
-        lambda d: d.update(format=3),
         lambda d: d.pop("sha256"),
         lambda d: d.update(sha256=None),
     ],
 )
 def test_an_edited_index_is_refused(tmp_path, edit):
     some().save(tmp_path)
-    edited(tmp_path / INDEX, edit)
+    edit_index(tmp_path, edit)
     with pytest.raises(FactorFileError, match=r"factors\.json: not what was written there as an index of factors"):
         FactorSet.load(tmp_path)
 
@@ -120,27 +94,38 @@ def test_no_changed_bit_of_any_file_gives_other_factors(tmp_path):
 
 # Indices that carry the right hash: written by a program that knows how, and wrong.
 WRONG = {
-    "a site that is a list": lambda d: d["sites"].update({SITES[0]: [1]}),
-    "sizes beyond memory": lambda d: d["sites"][SITES[0]].update(d_in=2**40, units=2**40),
-    "a size of 2**31": lambda d: d["sites"][SITES[0]].update(units=2**31),
-    "a size of many digits": lambda d: d["sites"][SITES[0]].update(units=10**4000),
-    "a truth value": lambda d: d["sites"][SITES[0]].update(units=True),
-    "no name": lambda d: d["sites"][SITES[0]].update(file=""),
-    "a folder": lambda d: d["sites"][SITES[0]].update(file=".."),
-    "a NUL": lambda d: d["sites"][SITES[0]].update(file="a\0b"),
-    "a long name": lambda d: d["sites"][SITES[0]].update(file="a" * 5000),
-    "a number for a name": lambda d: d["sites"][SITES[0]].update(file=3),
-    "the index itself": lambda d: d["sites"][SITES[0]].update(file=INDEX, sha256="0" * 64),
-    "provenance that is a text": lambda d: d.update(provenance="x"),
-    "settings that are a list": lambda d: d["sites"][SITES[0]].update(settings=[]),
+    "a site that is a list": (lambda d: d["sites"].update({SITES[0]: [1]}), "'file' of blocks.0.mlp_in is None"),
+    "sizes beyond memory": (lambda d: d["sites"][SITES[0]].update(d_in=2**40, units=2**40), None),
+    "a size of 2**31": (lambda d: d["sites"][SITES[0]].update(units=2**31), None),
+    "a size of many digits": (lambda d: d["sites"][SITES[0]].update(units=10**4000), None),
+    "a size of 0": (lambda d: d["sites"][SITES[0]].update(d_in=0), "'d_in' of blocks.0.mlp_in is 0"),
+    "a truth value": (lambda d: d["sites"][SITES[0]].update(units=True), "'units' of blocks.0.mlp_in is True"),
+    "a size as text": (lambda d: d["sites"][SITES[0]].update(units="2"), "'units' of blocks.0.mlp_in is '2'"),
+    "no hash": (lambda d: d["sites"][SITES[0]].update(sha256=None), "'sha256' of blocks.0.mlp_in is None"),
+    "no name": (lambda d: d["sites"][SITES[0]].update(file=""), None),
+    "a folder": (lambda d: d["sites"][SITES[0]].update(file=".."), None),
+    "another folder": (lambda d: d["sites"][SITES[0]].update(file="../x.safetensors"), "is not in this folder"),
+    "a NUL": (lambda d: d["sites"][SITES[0]].update(file="a\0b"), None),
+    "a long name": (lambda d: d["sites"][SITES[0]].update(file="a" * 5000), None),
+    "a number for a name": (lambda d: d["sites"][SITES[0]].update(file=3), "'file' of blocks.0.mlp_in is 3"),
+    "the index itself": (lambda d: d["sites"][SITES[0]].update(file=INDEX, sha256="0" * 64), None),
+    "provenance that is a text": (lambda d: d.update(provenance="x"), "has no 'provenance'"),
+    "no sites": (lambda d: d.pop("sites"), "has no 'sites'"),
+    "settings that are a list": (
+        lambda d: d["sites"][SITES[0]].update(settings=[]),
+        "'settings' of blocks.0.mlp_in is",
+    ),
+    "another format": (lambda d: d.update(format=99), "of factor format 99, this swd_lens reads 1; update swd_lens"),
+    "format 0": (lambda d: d.update(format=0), "of factor format 0, this swd_lens reads 1; factorize again"),
+    "format True": (lambda d: d.update(format=True), "of factor format True, this swd_lens reads 1; factorize again"),
 }
 
 
-@pytest.mark.parametrize("edit", WRONG.values(), ids=WRONG)
-def test_wrong_entries_are_the_documented_error(tmp_path, edit):
+@pytest.mark.parametrize(("edit", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_entries_are_the_documented_error(tmp_path, edit, message):
     some().save(tmp_path)
-    edited(tmp_path / INDEX, lambda d: (edit(d), d.update(seal(d))))
-    with pytest.raises(FactorFileError):
+    edit_index(tmp_path, edit, sealed=True)
+    with pytest.raises(FactorFileError, match=message and re.escape(message)):
         FactorSet.load(tmp_path)[SITES[0]]
 
 
@@ -150,9 +135,10 @@ NO_INDEX = {
     "not UTF-8": b"\xff\xfe{}",
     "empty": b"",
     "NaN": b"NaN",
-    "a list": b"[4]",
-    "format as text": b'{"format": "4"}',
-    "a lone surrogate": b'{"format": 4, "sites": {"\\ud800": 1}, "provenance": {}}',
+    "cut short": b'{"format": 1, "prov',
+    "a list": b"[1]",
+    "format as text": b'{"format": "1"}',
+    "a lone surrogate": b'{"format": 1, "sites": {"\\ud800": 1}, "provenance": {}}',
 }
 
 
@@ -175,9 +161,8 @@ def test_defaults_change_nothing(tmp_path, surroundings):
     try:
         torch.set_default_dtype(dtype)
         with device:
-            for version in ("factors_v1", "factors_v4"):
-                for f in FactorSet.load(GOLDEN / version).values():
-                    assert f.read.dtype == torch.float32 and f.read.device.type == "cpu"
+            for f in FactorSet.load(tmp_path / "a").values():
+                assert f.read.dtype == torch.float32 and f.read.device.type == "cpu"
             FactorSet.load(tmp_path / "a").save(tmp_path / "b")
     finally:
         torch.set_default_dtype(before)
@@ -190,8 +175,8 @@ def test_defaults_change_nothing(tmp_path, surroundings):
 
 
 def test_saving_over_deletes_nothing_that_it_did_not_write(tmp_path):
-    """An index of an earlier format, which has no hash, may name anything in the folder."""
-    shutil.copytree(GOLDEN / "factors_v3", tmp_path, dirs_exist_ok=True)
+    """An index that another program wrote may name anything in the folder."""
+    FactorSet({"blocks.0.mlp_in": sparse(0)}).save(tmp_path)
     own, *_ = (entry["file"] for entry in json.loads((tmp_path / INDEX).read_text())["sites"].values())
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "thesis.tex").touch()
@@ -204,7 +189,7 @@ def test_saving_over_deletes_nothing_that_it_did_not_write(tmp_path):
         for name in ("sub", *foreign):
             described["sites"][name] = {**entry, "file": name}
 
-    edited(tmp_path / INDEX, name_them)
+    edit_index(tmp_path, name_them, sealed=True)
     FactorSet({"blocks.0.mlp_in": sparse(1), "blocks.1.mlp_in": sparse(2)}).save(tmp_path)
     assert list(FactorSet.load(tmp_path)) == ["blocks.0.mlp_in", "blocks.1.mlp_in"]
     assert not (tmp_path / own).exists()  # what the index really wrote
@@ -242,7 +227,7 @@ def test_what_a_killed_save_left_goes_with_the_next(tmp_path, where):
 import os, sys
 import swd_lens.units.index, swd_lens.units.storage
 from swd_lens.units.factors import FactorSet
-from tests.units.test_folder import some
+from tests.units.test_index import some
 module, name = {'(swd_lens.units.storage, "sha256")' if where == "first file" else '(swd_lens.units.index, "write_text")'}
 setattr(module, name, lambda *_: os._exit(9))
 some(5).save(sys.argv[1])
@@ -347,24 +332,22 @@ def test_two_writers_and_a_reader_of_one_folder(tmp_path):
 
 def test_a_loaded_set_is_pickled_and_copied(tmp_path):
     some().save(tmp_path / "a")
-    shutil.copytree(GOLDEN / "factors_v1", tmp_path / "v1")
-    for folder in (tmp_path / "a", tmp_path / "v1"):
-        whole, loaded = FactorSet.load(folder), FactorSet.load(folder)
-        _ = loaded[next(iter(loaded))]  # one site is made, the others are in their files
-        sent = pickle.dumps(loaded)
-        copied = [copy.deepcopy(loaded), copy.copy(loaded)]
-        shutil.rmtree(folder)
-        again = pickle.loads(sent)
-        assert "in its file" in repr(again) and pickle.loads(pickle.dumps(again)).edges == whole.edges
-        for other in (again, *copied):
-            assert type(other) is FactorSet and same(other, whole)
-        copied[0].provenance["seed"] = "changed"
-        copied[0][next(iter(loaded))].read.zero_()
-        assert same(loaded, whole)
+    whole, loaded = FactorSet.load(tmp_path / "a"), FactorSet.load(tmp_path / "a")
+    _ = loaded[SITES[0]]  # one site is made, the others are in their files
+    sent = pickle.dumps(loaded)
+    copied = [copy.deepcopy(loaded), copy.copy(loaded)]
+    shutil.rmtree(tmp_path / "a")
+    again = pickle.loads(sent)
+    assert "in its file" in repr(again) and pickle.loads(pickle.dumps(again)).edges == whole.edges
+    for other in (again, *copied):
+        assert type(other) is FactorSet and same(other, whole)
+    copied[0].provenance["seed"] = "changed"
+    copied[0][SITES[0]].read.zero_()
+    assert same(loaded, whole)
 
 
 def test_a_pickle_is_eight_bytes_an_edge(tmp_path):
-    FactorSet({"a": sparse(0, 200, 150, 200), "b": sparse(1, 200, 150, 200)}).save(tmp_path)
+    FactorSet({site: sparse_factors(200, 150, 200, 0.4) for site in ("a", "b")}).save(tmp_path)
     loaded = FactorSet.load(tmp_path)
     assert len(pickle.dumps(loaded)) < 8 * loaded.edges + 5000
 
