@@ -28,9 +28,10 @@ from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.allocation import Allocation, LossCurve, SiteBudget, fewest_edges, spend
 from swd_lens.factorization.basis import with_chosen_bases
 from swd_lens.factorization.calibration_text import CalibrationText
-from swd_lens.factorization.forecast import forecast
+from swd_lens.factorization.estimate import forecast
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.job import Job
+from swd_lens.factorization.options import SolveOptions
 from swd_lens.factorization.solve import naming, solve
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.beginnings import warn_without_bos
@@ -75,6 +76,7 @@ def allocate(
     grid: Sequence[float | int] = GRID,
     preset: str = "quick",
     units: int | float | str | None = None,
+    basis: str | Mapping[str, str] | None = None,
     judge: Any = None,
     batch_size: int = 16,
     gram_bytes: int = 2**30,
@@ -99,7 +101,7 @@ def allocate(
             but the first of rows, where attention sinks are, which needs no forwards and knows nothing of what the model does
             with the output.
         grid: budgets to try, as multiples of a matrix's uniform K; no matrix gets less than the first or more than the last.
-        preset, units, options: the solver's for these trials, see `swd_lens.solve`. The final factors may be made with a
+        preset, units, basis, options: the solver's for these trials, see `factorize`. The final factors may be made with a
             better preset; what counts is how losses compare.
         judge: (rows, pos) ids for by="kl"; None takes the first 4,096 of `tokens`.
         batch_size: rows per forward.
@@ -125,9 +127,8 @@ def allocate(
     multiples = _rising(grid)
     require_detached(model, "allocate")
     stream = None if tokens is None else as_stream(tokens, model)
-    job = Job.of(
-        model, sites, stream, sparsity=sparsity, preset=preset, units=units, batch_size=batch_size, options=options
-    )
+    how = SolveOptions(preset=preset, units=units, basis=basis, batch_size=batch_size, settings=options)
+    job = Job.of(model, sites, stream, sparsity, how)
     forecast(job)  # refuses what the solver would refuse, before anything is run
     if stream is not None:
         warn_without_bos(model, stream, "calibration tokens")
@@ -148,7 +149,7 @@ def allocate(
             weight, trials = host.weight(site), []
             for k in budgets[site.name]:
                 with naming(site):
-                    trials.append(solve(weight, gram, 1 - k / site.numel, **given, **job.options_of(site)))
+                    trials.append(solve(weight, gram, 1 - k / site.numel, **given, **job.settings_of(site)))
                 bar.update()
             losses = [f.relmse(gram, without=first) for f in trials] if judged is None else judged.losses(site, trials)
             curves[site.name] = LossCurve(budgets[site.name], tuple(max(loss, _LEAST[by]) for loss in losses))
@@ -157,7 +158,7 @@ def allocate(
         sparsity = 1 - total / sum(site.numel for site in job.sites)
         uniform = {site.name: edges_of(site.d_in, site.d_out, sparsity) for site in job.sites}
     allocated = spend(curves, total)
-    plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in options.items()}
+    plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in how.solver.items()}
     settings = {"swd_lens": __version__, "model": str(model.cfg.model_name), "grid": list(multiples), "preset": preset}
     settings |= {} if kl is None else {"kl": kl}
     settings |= {"units": units, "tokens": job.n_tokens, "options": plain}
@@ -211,7 +212,7 @@ def _with_grams(job: Job, gram_bytes: int) -> Iterator[tuple[Site, Tensor | None
     at a time as fit."""
     group: list[Site] = []
     text = job.stream if isinstance(job.stream, CalibrationText) else None
-    kept = None if text is None else text.of_host(job.model, job.batch_size, job.gram_dtype)
+    kept = None if text is None else text.of_host(job.model, job.how.batch_size, job.gram_dtype)
     for i, site in enumerate(job.sites):
         group.append(site)
         following = job.sites[i + 1].d_in ** 2 if i + 1 < len(job.sites) else float("inf")
@@ -222,7 +223,7 @@ def _with_grams(job: Job, gram_bytes: int) -> Iterator[tuple[Site, Tensor | None
             grams.update(known.by_site)
             first.update(known.first)
         elif job.stream is not None:
-            collected = collect_grams(job.model, group, job.stream, batch_size=job.batch_size, dtype=job.gram_dtype)
+            collected = collect_grams(job.model, group, job.stream, batch_size=job.how.batch_size, dtype=job.gram_dtype)
             grams.update({name: gram for name, gram in collected.by_site.items() if collected.n_routed.get(name) != 0})
             first.update(collected.first)
             del collected

@@ -15,7 +15,7 @@ Threads, torch version and device also change bits, in the last places; they are
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ class Checkpoint:
                     f"{self.folder} holds {site} without {missing}; sequential calibration would now put {missing} before "
                     "it. Call factorize as then to go on, give another folder, or overwrite=True to start again"
                 )
-            if changed := differences(recipe, {**self.recipes[site], "upstream_sha256": self._upstream}):
+            if changed := differences(recipe, self.recipe(site)):
                 raise ResumeError(
                     f"{self.folder} holds {site} made otherwise: {'; '.join(changed)}. Call factorize as then to go on, "
                     "give another folder, or overwrite=True to start again"
@@ -160,7 +160,7 @@ class Checkpoint:
         shard, changed = "", []
         for folder, stored in finished:
             recipe = stored.provenance.get("recipe", {})
-            shard, changed = folder.name, differences(recipe, {**self.recipes[site], "upstream_sha256": None})
+            shard, changed = folder.name, differences(recipe, self.recipe(site))
             if not changed:
                 return lambda: Factors(**stored.parts())
         raise ResumeError(
@@ -168,13 +168,12 @@ class Checkpoint:
             "to go on, give another folder, or overwrite=True to start again"
         )
 
-    def add(self, site: str, f: Factors) -> Factors:
-        """Put a finished matrix into the folder; gives it back with its recipe.
+    def recipe(self, site: str) -> dict[str, Any]:
+        """Everything that decides a site's factors, those before it included; for the provenance of what is added next."""
+        return {**self.recipes[site], "upstream_sha256": self._upstream}
 
-        The first one of a fresh start replaces what the folder held.
-        """
-        recipe = {**self.recipes[site], "upstream_sha256": self._upstream}
-        f = replace(f, provenance={**f.provenance, "recipe": recipe})
+    def add(self, site: str, f: Factors) -> None:
+        """Put a finished matrix, with its `recipe`, into the folder; the first of a fresh start replaces what the folder held."""
         # A later call that goes on would find the shards made otherwise.
         shards = _shards_of(self.folder) if self.overwrite else []
         with ExitStack() as held:
@@ -190,7 +189,6 @@ class Checkpoint:
                 folder.rmdir()
         self.overwrite = False
         self._advance_chain(site, f)
-        return f
 
     def _advance_chain(self, site: str, f: Factors) -> None:
         if self.chained:

@@ -333,7 +333,7 @@ class GoalSearch:
         return {"kl": self.goal.kl, "ce": self.goal.ce, **heldout, "chosen": dict(chosen), "trials": list(self.trials)}
 
 
-def asked_of(
+def settings_of_search(
     model: Any,
     sites: Sequence[Site],
     goal: Goal,
@@ -341,7 +341,7 @@ def asked_of(
     paths: Mapping[str, Mapping[str, Any]],
     how: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What decides a search, as a file gives it back."""
+    """Everything that decides a search, as a file gives it back."""
     text, heldout = texts
     asked = {
         "goal": str(goal),

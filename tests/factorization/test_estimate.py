@@ -13,8 +13,8 @@ import torch
 import swd_lens as swd
 import swd_lens.base.machine
 import swd_lens.factorization.factorize
-import swd_lens.factorization.solve
 import swd_lens.factorization.stages
+import swd_lens.solver
 from swd_lens.factorization.estimate import Estimate, SiteEstimate
 from swd_lens.solver import cost
 from tests import families
@@ -280,7 +280,7 @@ def test_factorize_refuses_before_the_host_is_touched(model, tmp_path, monkeypat
     places = {
         "collect_grams": swd_lens.factorization.stages,
         "attach": swd_lens.factorization.stages,
-        "solve": swd_lens.factorization.solve,
+        "solve": swd_lens.solver,
     }
     for work, place in places.items():
         monkeypatch.setattr(place, work, never)
@@ -373,8 +373,8 @@ def test_the_peak_is_what_is_really_used(peaks: dict[tuple[str, str], tuple[int,
 def test_what_factorize_refuses_is_not_estimated():
     model = toy_model()
     for changed, message in (
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"gram_dtype": "float16"}, "gram_dtype='float16'"),
+        ({"batch_size": 0}, "batch_size must be .*, got 0"),
+        ({"gram_dtype": "float16"}, "gram_dtype must be one of .*'float16'"),
         ({"sites": "blocks.0.mlp"}, "is a whole MLP, not one matrix"),
     ):
         with pytest.raises((ValueError, swd.UnknownSiteError), match=message):

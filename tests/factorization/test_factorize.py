@@ -10,8 +10,8 @@ import torch
 import swd_lens as swd
 import swd_lens.factorization.factorize
 import swd_lens.factorization.job
-import swd_lens.factorization.solve
 import swd_lens.factorization.stages
+import swd_lens.solver
 from swd_lens.base.sealed import seal
 from swd_lens.hosts import find_sites
 from swd_lens.units.factors import Factors, FactorSet
@@ -42,7 +42,7 @@ def assert_same(one: FactorSet, two: FactorSet, provenance: bool = True) -> None
 def count_solves(monkeypatch, stop_at: int | None = None, error: type[BaseException] = KeyboardInterrupt) -> list[int]:
     """Count the solver's calls; the one numbered `stop_at` (from 0) raises instead."""
     calls: list[int] = []
-    solve = swd_lens.factorization.solve.solve
+    solve = swd_lens.solver.solve
 
     def counted(*arguments, **named):
         if len(calls) == stop_at:
@@ -50,7 +50,7 @@ def count_solves(monkeypatch, stop_at: int | None = None, error: type[BaseExcept
         calls.append(len(calls))
         return solve(*arguments, **named)
 
-    monkeypatch.setattr(swd_lens.factorization.solve, "solve", counted)
+    monkeypatch.setattr(swd_lens.solver, "solve", counted)
     return calls
 
 
@@ -300,9 +300,9 @@ def test_the_recipe_is_plain_json(model, tmp_path):
 
 
 def test_the_solver_is_told_the_number_of_tokens(model, monkeypatch):
-    seen, solve = [], swd_lens.factorization.solve.solve
+    seen, solve = [], swd_lens.solver.solve
     monkeypatch.setattr(
-        swd_lens.factorization.solve,
+        swd_lens.solver,
         "solve",
         lambda *a, **n: seen.append((n["tokens"], n["units"])) or solve(*a, **n),
     )
@@ -340,7 +340,7 @@ def test_bad_options_fail_before_anything_is_run(model, tmp_path, monkeypatch, b
     places = {
         "collect_grams": swd_lens.factorization.stages,
         "host_fingerprint": swd_lens.factorization.job,
-        "solve": swd_lens.factorization.solve,
+        "solve": swd_lens.solver,
     }
     for work, place in places.items():
         monkeypatch.setattr(place, work, never)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import swd_lens as swd
-import swd_lens.factorization.solve
+import swd_lens.solver
 from swd_lens.base.errors import FolderInUseError
 from swd_lens.base.writer import HOLDER, LOCK, writing
 from swd_lens.units.factors import FactorSet
@@ -32,7 +32,7 @@ def model():
 @pytest.mark.parametrize("sites", ["mlp_out", "attn_o"])
 def test_the_second_of_two_calls_is_refused_and_nothing_is_lost(model, tmp_path, monkeypatch, second, sites):
     """While the first solves its second matrix, another one starts with other settings or sites, or the same."""
-    other, solve, calls, refusals = toy_model(), swd_lens.factorization.solve.solve, [], []
+    other, solve, calls, refusals = toy_model(), swd_lens.solver.solve, [], []
 
     def beside(*arguments, **named):
         calls.append(0)
@@ -40,7 +40,7 @@ def test_the_second_of_two_calls_is_refused_and_nothing_is_lost(model, tmp_path,
             refusals.append(in_a_thread(lambda: swd.factorize(other, sites, **{**QUICK, **second}, out=tmp_path)))
         return solve(*arguments, **named)
 
-    monkeypatch.setattr(swd_lens.factorization.solve, "solve", beside)
+    monkeypatch.setattr(swd_lens.solver, "solve", beside)
     made = swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
     assert len(calls) == 2 and isinstance(refusals[0], FolderInUseError)
     assert f"is written by factorize (process {os.getpid()} on " in str(refusals[0])
@@ -182,9 +182,9 @@ def test_two_processes_one_is_killed_and_the_other_goes_on(tmp_path, workers):
 
 
 def test_a_holder_is_named_and_gone_at_the_end(model, tmp_path, monkeypatch):
-    seen, solve = [], swd_lens.factorization.solve.solve
+    seen, solve = [], swd_lens.solver.solve
     monkeypatch.setattr(
-        swd_lens.factorization.solve,
+        swd_lens.solver,
         "solve",
         lambda *a, **n: seen.append((tmp_path / HOLDER).read_text()) or solve(*a, **n),
     )

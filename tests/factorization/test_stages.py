@@ -129,7 +129,7 @@ def test_what_a_killed_process_left_is_removed(model, tmp_path):
     ]
     # Interrupted before the first matrix is finished, nothing is left of a folder that was not there.
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("swd_lens.factorization.solve.solve", _interrupt)
+        patch.setattr("swd_lens.solver.solve", _interrupt)
         swd.factorize(model, "blocks.1.*", **QUICK, tokens=TOKENS, out=tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from swd_lens.base.errors import legible
 from swd_lens.factorization.solve import Solved, SolveTask, solve_task
-from swd_lens.units.factors import Factors
 
 Parcel = dict[str, Any]
 
@@ -90,27 +89,16 @@ def _grams_of(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pack_solved(solved: Solved) -> Parcel:
-    """Without the weight; the other side has it."""
-    f = solved.factors
-    return {
-        "site": solved.site,
-        "read": _pack_factor(f.read),
-        "write": _pack_factor(f.write),
-        "settings": dict(f.settings),
-        "provenance": dict(f.provenance),
-        "relmse": solved.relmse,
-        "relative_frobenius": solved.relative_frobenius,
-        "relmse_of_others": solved.relmse_of_others,
-        "device": str(f.read.device),
-    }
+    """The result, with the name of its device."""
+    factors = {"read": _pack_factor(solved.read), "write": _pack_factor(solved.write)}
+    return {**vars(solved), **factors, "device": str(solved.read.device)}
 
 
 def unpack_solved(parcel: Parcel) -> Solved:
-    """The result, on the parcel's device. `factors.weight` is None."""
-    read, write = (_unpack_factor(parcel[side]).to(parcel["device"]) for side in ("read", "write"))
-    factors = Factors(read, write, parcel["settings"], parcel["provenance"])
-    errors = (parcel[name] for name in ("relmse", "relative_frobenius", "relmse_of_others"))
-    return Solved(parcel["site"], factors, *errors)
+    """The result, on the parcel's device."""
+    device = parcel["device"]
+    factors = {side: _unpack_factor(parcel[side]).to(device) for side in ("read", "write")}
+    return Solved(**{name: value for name, value in parcel.items() if name != "device"} | factors)
 
 
 def send(pipe: IO[bytes], value: Any) -> None:
