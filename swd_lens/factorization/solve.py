@@ -74,7 +74,7 @@ class SolveTask:
         output_gram: (d_out, d_out), or None: all outputs count the same.
         first: (vector, d_in), the Gram's part from first positions, see `Grams.first`; None where there is no Gram.
         sparsity, preset, units, tokens, options: as for `swd_lens.solve`.
-        bytes: working memory that the solve will need, see `swd_lens.solver.budget`; 0 if unknown. Schedulers go by it.
+        bytes: working memory that the solve will need, see `swd_lens.solver.cost`; 0 if unknown. Schedulers go by it.
     """
 
     site: str
