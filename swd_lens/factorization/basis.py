@@ -28,6 +28,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from swd_lens.base import __version__
+from swd_lens.base.checks import bounded
 from swd_lens.base.errors import FactorFileError, GradientError, ResumeError, TokenError, UnsupportedHostError
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
@@ -62,7 +63,7 @@ GROUP_BYTES = 2**30  # activations and gradients of the matrices that are looked
 
 @dataclass(frozen=True)
 class SideCosts(Record):
-    """What an effect on a next token takes on either side of one matrix.
+    """Cost of an effect on a next token, on either side of one matrix.
 
     Attributes:
         inputs, outputs: edges of the fewest coordinates that have the share; geometric means over tokens, NaN of none.
@@ -182,8 +183,7 @@ def choose_basis(
     """
     if not 0 < share < 1:
         raise ValueError(f"share={share}: a share of the effect lies between 0 and 1, say .5")
-    if not isinstance(n_tokens, int) or isinstance(n_tokens, bool) or n_tokens < 1:
-        raise ValueError(f"n_tokens={n_tokens}: give a whole number of at least 1")
+    bounded("n_tokens", n_tokens, 1)
     if tokens is None:
         raise TokenError("choose_basis needs tokens: it looks at what the host does with a text; give tokens=")
     return chosen(model, find_sites(model, sites), as_stream(tokens, model), float(share), n_tokens, progress)
@@ -299,7 +299,7 @@ def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -
 
 
 def _told_before(folder: Path, job: Job) -> dict[str, Any] | None:
-    """What text said of exactly these matrices to the call whose factors lie in the folder.
+    """Read what text said of exactly these matrices to the call whose factors lie in the folder.
 
     Raises:
         ResumeError: the folder's index names a basis that there is not.

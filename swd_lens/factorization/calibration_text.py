@@ -81,10 +81,6 @@ class CalibrationText(TokenStream):
         """Site name -> what is known of its sides in a host as it stands now; callers put in what they find out."""
         return self._side_costs.setdefault((*_as_it_stands(model), self.counting.key), {})
 
-    def of_host(self, model: Any, batch_size: int, dtype: Literal["float32", "float64"]) -> "KnownGrams":
-        """The Grams of a host as it stands now, known or to be collected."""
-        return KnownGrams(self, model, batch_size, dtype)
-
 
 class KnownGrams:
     """Grams of one host as it stood when this was made, under the settings that decide their bits."""
@@ -136,12 +132,12 @@ def grams_of(model: Any, sites: Sequence[Site], tokens: Any, *, batch_size: int 
     """
     known = None
     if isinstance(tokens, CalibrationText):
-        known = tokens.of_host(model, batch_size, "float32").collect(sites, progress)
+        known = KnownGrams(tokens, model, batch_size, "float32").collect(sites, progress)
     return collect_grams(model, sites, tokens, batch_size=batch_size, progress=progress) if known is None else known
 
 
 def _as_it_stands(model: Any) -> tuple[str, str, str]:
-    """What differs between two states of a host: parameters and settings, hooks and units, device."""
+    """State of a host: parameters and settings, hooks and units, device."""
     return host_fingerprint(model, model.cfg), str(standing_hooks(model)), str(next(model.parameters()).device)
 
 

@@ -38,6 +38,7 @@ _WORDS = {
     "upstream_sha256": "factors of the earlier sites",
 }
 _SHARDS = "shards"
+_WAYS_OUT = "Rerun with the original settings to resume, give another folder, or overwrite=True to start again"
 
 
 @contextmanager
@@ -107,8 +108,7 @@ class Checkpoint:
             _, stored = open_folder(self.folder)
             if others := [site for site in stored if site not in self.recipes]:
                 raise ResumeError(
-                    f"{self.folder} holds {', '.join(others)}, which this call does not factorize. Call factorize as then "
-                    "to go on, give another folder, or overwrite=True to start again"
+                    f"{self.folder} holds {', '.join(others)}, which this call does not factorize. {_WAYS_OUT}"
                 )
             finished = {site: Factors(**stored[site].parts()) for site in self.recipes if site in stored}
         except FactorFileError as cause:
@@ -117,26 +117,22 @@ class Checkpoint:
             recipe = f.provenance.get("recipe")
             if not isinstance(recipe, dict):
                 raise ResumeError(
-                    f"{self.folder} holds {site} without saying how it was made (not by factorize(..., out=...)). Call "
-                    "factorize as then to go on, give another folder, or overwrite=True to start again"
+                    f"{self.folder} holds {site} without saying how it was made (not by factorize(..., out=...)). {_WAYS_OUT}"
                 )
             missing = next((earlier for earlier in self.recipes if earlier not in finished or earlier == site), site)
             if self.chained and missing != site:
                 raise ResumeError(
                     f"{self.folder} holds {site} without {missing}; sequential calibration would now put {missing} before "
-                    "it. Call factorize as then to go on, give another folder, or overwrite=True to start again"
+                    f"it. {_WAYS_OUT}"
                 )
             if changed := differences(recipe, self.recipe(site)):
-                raise ResumeError(
-                    f"{self.folder} holds {site} made otherwise: {'; '.join(changed)}. Call factorize as then to go on, "
-                    "give another folder, or overwrite=True to start again"
-                )
+                raise ResumeError(f"{self.folder} holds {site} made otherwise: {'; '.join(changed)}. {_WAYS_OUT}")
             self._entries[site] = stored[site].entry
             self._advance_chain(site, f)
         return finished
 
     def in_shards(self) -> dict[str, Callable[[], Factors]]:
-        """What shards have finished and this folder does not hold: site -> what reads its Factors.
+        """Matrices that shards have finished and this folder does not hold: site -> what reads its Factors.
 
         Raises:
             ResumeError: a shard's folder is damaged, or a recipe differs (every difference is named).
@@ -164,8 +160,7 @@ class Checkpoint:
             if not changed:
                 return lambda: Factors(**stored.parts())
         raise ResumeError(
-            f"{self.folder} holds {site} of shard {shard}, made otherwise: {'; '.join(changed)}. Call factorize as then "
-            "to go on, give another folder, or overwrite=True to start again"
+            f"{self.folder} holds {site} of shard {shard}, made otherwise: {'; '.join(changed)}. {_WAYS_OUT}"
         )
 
     def recipe(self, site: str) -> dict[str, Any]:

@@ -438,7 +438,7 @@ def _line(rows: Sequence[SiteEstimate]) -> tuple[str, ...]:
 
 
 def _kind(name: str) -> str:
-    """Of a site; "" of a matrix with another name."""
+    """Kind of a site; "" of a matrix with another name."""
     return base_kind(split_name(name)[1]) if is_site_name(name) else ""
 
 

@@ -108,7 +108,7 @@ class Job:
         return replace(job, gram_dtype="float64") if double else job
 
     def with_bases(self, told: Mapping[str, Any]) -> "Job":
-        """The same job with the bases that a text has chosen for its sites (`BasisChoice.told`)."""
+        """Take the bases that a text has chosen for the sites (`BasisChoice.told`)."""
         bases = affordable(self.sites, basis_of_each(self.sites, told["chosen"]), self.sparsities)
         return replace(self, bases=bases, told=told)
 

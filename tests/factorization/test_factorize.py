@@ -164,15 +164,15 @@ def half_done(model, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"sparsity": 0.25}, r"made otherwise: sparsity 0\.5 then, 0\.25 now\. Call"),
-        ({"outer_iterations": 5}, r"made otherwise: outer_iterations 4 then, 5 now\. Call"),
-        ({"units": 16}, r"made otherwise: units None then, 16 now\. Call"),
-        ({"batch_size": 3}, r"made otherwise: batch_size 16 then, 3 now\. Call"),
-        ({"calibration": "dense"}, r"made otherwise: calibration 'sequential' then, 'dense' now\. Call"),
-        ({"tokens": TOKENS.flip(0)}, r"made otherwise: calibration tokens \w{8} then, \w{8} now\. Call"),
-        ({"tokens": TOKENS.view(9, 12)}, r"made otherwise: calibration tokens \w{8} then, \w{8} now\. Call"),
+        ({"sparsity": 0.25}, r"made otherwise: sparsity 0\.5 then, 0\.25 now\. Rerun"),
+        ({"outer_iterations": 5}, r"made otherwise: outer_iterations 4 then, 5 now\. Rerun"),
+        ({"units": 16}, r"made otherwise: units None then, 16 now\. Rerun"),
+        ({"batch_size": 3}, r"made otherwise: batch_size 16 then, 3 now\. Rerun"),
+        ({"calibration": "dense"}, r"made otherwise: calibration 'sequential' then, 'dense' now\. Rerun"),
+        ({"tokens": TOKENS.flip(0)}, r"made otherwise: calibration tokens \w{8} then, \w{8} now\. Rerun"),
+        ({"tokens": TOKENS.view(9, 12)}, r"made otherwise: calibration tokens \w{8} then, \w{8} now\. Rerun"),
         ({"tokens": None}, r"calibration tokens \w{8} then, None now"),
-        ({"weigh_outputs": True}, r"made otherwise: weigh_outputs None then, True now\. Call"),
+        ({"weigh_outputs": True}, r"made otherwise: weigh_outputs None then, True now\. Rerun"),
         ({"preset": "quick"}, r"preset 'paper' then, 'quick' now"),
         ({"sparsity": 0.25, "outer_iterations": 5}, r"sparsity 0\.5 then, 0\.25 now; outer_iterations 4 then, 5 now"),
     ],
@@ -190,7 +190,7 @@ def test_another_host_is_noticed(half_done):
     other = toy_model()
     with torch.no_grad():
         other.W_pos[0, 0] += 1e-3  # nothing that is factorized, but every Gram depends on it
-    with pytest.raises(swd.ResumeError, match=r"made otherwise: the host \w{8} then, \w{8} now\. Call"):
+    with pytest.raises(swd.ResumeError, match=r"made otherwise: the host \w{8} then, \w{8} now\. Rerun"):
         swd.factorize(other, "mlp_out", **QUICK, tokens=TOKENS, out=half_done)
     with torch.no_grad():
         other.blocks[0].mlp.W_out[0, 0] += 1e-3
@@ -454,8 +454,8 @@ def test_hooks_of_the_users_leave_no_probe(model, tmp_path, calibration):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"batch_size": 0}, "batch_size=0: give how many rows"),
-        ({"batch_size": True}, "batch_size=True: give how many rows"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        ({"batch_size": True}, "batch_size must be a whole number of at least 1, got True"),
         ({"device": "nowhere"}, "device='nowhere' cannot be used here"),
     ],
 )

@@ -155,7 +155,7 @@ def test_a_stream_of_tokens_and_another_precision(model, tmp_path):
     assert_same(swd.factorize(model, "mlp_out", **named, tokens=stream), whole)  # the same tokens: taken over
     with pytest.raises(swd.ResumeError, match="gram_dtype None then, 'float64' now"):
         swd.factorize(model, "mlp_out", **named, tokens=TOKENS, gram_dtype="float64")
-    with pytest.raises(ValueError, match="gram_dtype='float16'"):
+    with pytest.raises(ValueError, match="gram_dtype must be one of .*'float16'"):
         swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, gram_dtype="float16")
 
 

@@ -196,7 +196,7 @@ def test_units_out_of_range(units: object):
 
 @pytest.mark.parametrize("tokens", [0, -5, True])
 def test_tokens(tokens: object):
-    with pytest.raises(ValueError, match=rf"tokens={tokens!r}: give the number of tokens"):
+    with pytest.raises(ValueError, match=rf"tokens must be a whole number of at least 1, got {tokens!r}"):
         check_tokens(tokens)
 
 
@@ -379,8 +379,6 @@ def test_alternations_where_none_are_named(shape: tuple[int, int], options: dict
 )
 def test_budgets_of_about_square_matrices_move(shape: tuple[int, int], units: int, options: dict, balance: float):
     assert resolve("best", options).for_matrix(*shape, units, calibrated=False).balance == balance
-    if shape == WEIGHT.shape:
-        assert solve(WEIGHT, torch.eye(8), **options).settings["outer_iterations"] == alternations
 
 
 @pytest.mark.parametrize(("precision", "alternations"), [("float32", 84), ("float64", 56)])

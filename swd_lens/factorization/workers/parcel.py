@@ -97,7 +97,13 @@ def pack_solved(solved: Solved) -> Parcel:
 def unpack_solved(parcel: Parcel) -> Solved:
     """The result, on the parcel's device."""
     device = parcel["device"]
-    factors = {side: _unpack_factor(parcel[side]).to(device) for side in ("read", "write")}
+    factors: dict[str, Tensor] = {}
+    for side in ("read", "write"):
+        packed = parcel[side]
+        rows, columns = packed.shape
+        dense = torch.zeros(rows * columns, dtype=torch.float32)
+        dense.numpy()[np.unpackbits(packed.nonzero, count=rows * columns).astype(bool)] = packed.values
+        factors[side] = dense.view(rows, columns).to(device)
     return Solved(**{name: value for name, value in parcel.items() if name != "device"} | factors)
 
 
@@ -151,14 +157,6 @@ def _pack_factor(factor: Float[Tensor, "_rows _columns"]) -> PackedFactor:
     return PackedFactor(np.packbits(nonzero.view(-1).numpy()), dense[nonzero].numpy(), tuple(dense.shape))
 
 
-def _unpack_factor(packed: PackedFactor) -> Float[Tensor, "_rows _columns"]:
-    rows, columns = packed.shape
-    nonzero = np.unpackbits(packed.nonzero, count=rows * columns).astype(bool)
-    dense = torch.zeros(rows * columns, dtype=torch.float32)
-    dense.numpy()[nonzero] = packed.values
-    return dense.view(rows, columns)
-
-
 # ---------------------------------------------------------------------------------------------- a worker process
 
 
@@ -193,13 +191,9 @@ def attempt(parcel: Parcel, device: str | None = None) -> tuple[str, Any]:
         return "solved", pack_solved(solve_task(unpack_task(parcel, device)))
     except Exception as error:
         text = "".join(traceback.format_exception(error))
-        return "failed", (_portable(error), text)
-
-
-def _portable(error: Exception) -> Exception:
-    """The error itself if it survives pickling, else a RuntimeError that says the same."""
-    try:
-        copy = pickle.loads(pickle.dumps(error))
-        return copy if type(copy) is type(error) else RuntimeError(repr(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        try:  # the error itself if it survives pickling, else one that says the same
+            copy = pickle.loads(pickle.dumps(error))
+            portable = copy if type(copy) is type(error) else RuntimeError(repr(error))
+        except Exception:
+            portable = RuntimeError(f"{type(error).__name__}: {error}")
+        return "failed", (portable, text)
