@@ -1,7 +1,6 @@
 """factorize with a folder: interruption, resumption with the same bits, refusals; and what its bar shows."""
 
 import json
-import warnings
 from importlib import import_module
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 
 import swd_lens as swd
 import swd_lens.factorization.factorize
-import swd_lens.factorization.job
 import swd_lens.factorization.stages
 import swd_lens.solver
 from swd_lens.base.sealed import seal
@@ -20,11 +18,6 @@ from tests.micro import random_tokens, toy_model
 QUICK = {"preset": "paper", "outer_iterations": 4, "sparsity": 0.5, "progress": False}
 ALL = [f"blocks.{layer}.{kind}" for layer in (0, 1) for kind in ("attn_qkv", "attn_o", "mlp_in", "mlp_out")]
 TOKENS = random_tokens(12, 9)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
 
 
 def bits(f: Factors) -> list[bytes]:
@@ -296,59 +289,6 @@ def test_the_recipe_is_plain_json(model, tmp_path):
     assert len(recipe["tokens_sha256"]) == len(recipe["host_sha256"]) == len(recipe["weight_sha256"]) == 64
 
 
-# ---------------------------------------------------------------------------------------------- before starting
-
-
-def test_the_solver_is_told_the_number_of_tokens(model, monkeypatch):
-    seen, solve = [], swd_lens.solver.solve
-    monkeypatch.setattr(
-        swd_lens.solver,
-        "solve",
-        lambda *a, **n: seen.append((n["tokens"], n["units"])) or solve(*a, **n),
-    )
-    swd.factorize(model, "blocks.0.mlp_out", **QUICK, tokens=TOKENS)
-    swd.factorize(model, "blocks.0.mlp_out", **QUICK, units=16)
-    assert seen == [(108, None), (None, 16)]
-
-
-def test_few_tokens(model):
-    few = random_tokens(2, 6)
-    with pytest.warns(UserWarning, match=r"Gram is singular; preset 'paper' applies no shrinkage here"):
-        swd.factorize(model, "blocks.0.mlp_out", **QUICK, tokens=few)
-    best = {"preset": "best", "outer_iterations": 4, "progress": False}
-    with pytest.warns(UserWarning, match=r"12 calibration tokens .* shrinkage (\S+) is applied") as told:
-        f = swd.factorize(model, "blocks.0.mlp_out", **best, tokens=few)["blocks.0.mlp_out"]
-    assert f"shrinkage {f.settings['shrinkage']:.3g} is" in str(told[0].message) and f.settings["shrinkage"] > 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        swd.factorize(model, "blocks.0.mlp_out", **QUICK, tokens=random_tokens(4, 8))  # 32 tokens for 32 inputs
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"sparsity": 1}, r"blocks\.0\.mlp_out .*sparsity=1"),
-        ({"outer_iteration": 5}, r"blocks\.0\.mlp_out .*no setting 'outer_iteration'"),
-        ({"units": 7}, r"blocks\.0\.mlp_out .*units=7"),
-        ({"preset": "papers"}, r"blocks\.0\.mlp_out .*no preset 'papers'"),
-    ],
-)
-def test_bad_options_fail_before_anything_is_run(model, tmp_path, monkeypatch, bad, message):
-    def never(*arguments, **named):
-        raise AssertionError("the host was touched")
-
-    places = {
-        "collect_grams": swd_lens.factorization.stages,
-        "host_fingerprint": swd_lens.factorization.job,
-        "solve": swd_lens.solver,
-    }
-    for work, place in places.items():
-        monkeypatch.setattr(place, work, never)
-    with pytest.raises(ValueError, match=message):
-        swd.factorize(model, "blocks.0.mlp_out", **{**QUICK, **bad}, tokens=TOKENS, out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 # ---------------------------------------------------------------------------------------------- the bar
 
 
@@ -451,39 +391,7 @@ def test_hooks_of_the_users_leave_no_probe(model, tmp_path, calibration):
     swd.attach(model, loaded).detach()
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
-        ({"batch_size": True}, "batch_size must be a whole number of at least 1, got True"),
-        ({"device": "nowhere"}, "device='nowhere' cannot be used here"),
-    ],
-)
-def test_bad_settings_fail_before_anything_is_run(model, changed, message, monkeypatch):
-    calls = count_solves(monkeypatch)
-    with pytest.raises(ValueError, match=message):
-        swd.factorize(model, "mlp_out", **{**QUICK, "tokens": TOKENS, **changed})
-    assert calls == []
-
-
 # ---------------------------------------------------------------------------------------------- basis by matrix
-
-
-def test_basis_neurons_is_their_side_and_the_papers_elsewhere(model, tmp_path):
-    how = {"preset": "quick", "sparsity": 0.5, "tokens": TOKENS, "calibration": "dense", "progress": False}
-    made = swd.factorize(model, "all", basis="neurons", out=tmp_path, **how)
-    sides = {"mlp_in": "output", "mlp_out": "input"}
-    for site, f in made.items():
-        side = sides.get(site.rsplit(".", 1)[1], "paper")
-        assert f.settings["basis"] == side
-        if site.startswith("blocks.0."):
-            assert_same(
-                FactorSet({site: f}), FactorSet(swd.factorize(model, site, basis=side, **how)), provenance=False
-            )
-    assert made["blocks.0.mlp_out"].n_units == made["blocks.0.mlp_out"].d_in
-    # Finished matrices are taken over: the recipe names the basis of each.
-    again = swd.factorize(model, "all", basis="neurons", out=tmp_path, **how)
-    assert_same(made, again)
 
 
 def test_estimate_and_allocate_know_each_matrix_basis(model):
@@ -494,8 +402,3 @@ def test_estimate_and_allocate_know_each_matrix_basis(model):
         model, "mlp_out", sparsity=0.5, tokens=TOKENS, by="error", basis="auto", preset="quick", progress=False
     )
     assert spent.settings["options"] == {"basis": "auto"}
-
-
-def test_the_solver_alone_knows_no_neurons():
-    with pytest.raises(swd.SpecError, match="basis"):
-        swd.solve(torch.randn(8, 4), None, 0.5, basis="auto")

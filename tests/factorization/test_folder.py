@@ -23,11 +23,6 @@ TOKENS = random_tokens(12, 9)
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
-
-
 @pytest.mark.parametrize("second", [{"sparsity": 0.25}, {"tokens": TOKENS}, {"overwrite": True}, {}], ids="-".join)
 @pytest.mark.parametrize("sites", ["mlp_out", "attn_o"])
 def test_the_second_of_two_calls_is_refused_and_nothing_is_lost(model, tmp_path, monkeypatch, second, sites):
@@ -179,15 +174,3 @@ def test_two_processes_one_is_killed_and_the_other_goes_on(tmp_path, workers):
     assert_same(FactorSet.load(out), resumed)
     assert_same(resumed, factorize(None), provenance=False)
     assert sorted(path.suffix for path in out.iterdir()) == [".json", *[".safetensors"] * len(ALL)]
-
-
-def test_a_holder_is_named_and_gone_at_the_end(model, tmp_path, monkeypatch):
-    seen, solve = [], swd_lens.solver.solve
-    monkeypatch.setattr(
-        swd_lens.solver,
-        "solve",
-        lambda *a, **n: seen.append((tmp_path / HOLDER).read_text()) or solve(*a, **n),
-    )
-    swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
-    assert all('"call": "factorize"' in holder and f'"process": {os.getpid()}' in holder for holder in seen)
-    assert not list(tmp_path.glob(".*"))
