@@ -67,18 +67,14 @@ def refine(
             steps,
         )
         of_outputs = weighed(write)
-        if len(write) > write.shape[1]:  # B H B^T has a smaller rank than size: its factors are cheaper
-            norms = (of_outputs * write).sum(1)
+        # Where B H B^T has a smaller rank than size, its factors are cheaper.
+        normal = None if len(write) > write.shape[1] else of_outputs @ write.T
+        norms = (of_outputs * write).sum(1) if normal is None else normal.diagonal()
 
-            def operator(p: Matrix, b: Matrix = write, bh: Matrix = of_outputs) -> Matrix:
+        def operator(p: Matrix, n: Matrix | None = normal, b: Matrix = write, bh: Matrix = of_outputs) -> Matrix:
+            if n is None:
                 return torch.mm(metric.weigh(p @ bh), b.T, out=of_read)
-
-        else:
-            normal = of_outputs @ write.T
-            norms = normal.diagonal()
-
-            def operator(p: Matrix, n: Matrix = normal) -> Matrix:
-                return metric.weigh(torch.mm(p, n, out=of_read), out=in_gram)
+            return metric.weigh(torch.mm(p, n, out=of_read), out=in_gram)
 
         rhs = metric.weigh(target @ of_outputs.T)
         read = conjugate_gradient(read, rhs, read_support, operator, norms[None, :], steps)

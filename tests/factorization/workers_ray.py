@@ -1,7 +1,7 @@
 """On a local Ray cluster of two workers: one is killed in the middle of its task; the bits stay those of one process.
 A set of factors goes to a worker, too.
 
-Run by tests/factorization/test_workers.py in a process of its own. Prints its verdict last.
+Run by tests/factorization/test_cluster.py in a process of its own. Prints its verdict last.
 """
 
 import os

@@ -97,14 +97,14 @@ def pack_solved(solved: Solved) -> Parcel:
 def unpack_solved(parcel: Parcel) -> Solved:
     """The result, on the parcel's device."""
     device = parcel["device"]
-    factors: dict[str, Tensor] = {}
+    values = {name: value for name, value in parcel.items() if name != "device"}
     for side in ("read", "write"):
         packed = parcel[side]
         rows, columns = packed.shape
         dense = torch.zeros(rows * columns, dtype=torch.float32)
         dense.numpy()[np.unpackbits(packed.nonzero, count=rows * columns).astype(bool)] = packed.values
-        factors[side] = dense.view(rows, columns).to(device)
-    return Solved(**{name: value for name, value in parcel.items() if name != "device"} | factors)
+        values[side] = dense.view(rows, columns).to(device)
+    return Solved(**values)
 
 
 def send(pipe: IO[bytes], value: Any) -> None:
