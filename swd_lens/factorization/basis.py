@@ -192,7 +192,7 @@ def choose_basis(
 def chosen(
     model: Any, sites: Sequence[Site], stream: TokenStream, share: float, n_tokens: int, progress: bool
 ) -> BasisChoice:
-    """`choose_basis` of sites and tokens that are known."""
+    """Choose bases of sites that are found already, on a stream; see `choose_basis`."""
     require_loss(model, stream)
     n_rows = min(stream.n_rows, -(-n_tokens // stream.row_length))
     groups = _groups(sites, min(rows_per_pass(stream), n_rows) * stream.row_length)
@@ -273,8 +273,8 @@ def _side_costs(logs: Float[Tensor, "prediction 2"]) -> SideCosts:
 
 
 def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -> Job:
-    """The job, with what its text says where it may: of a host that predicts next tokens, and rows that hold some. By default a
-    host that has no gradients, or none that are finite, keeps what is LIKELY (matrices.py).
+    """Choose bases by the job's text, where it leaves them open: on a host that predicts next tokens, with rows of two tokens or
+    more. By default a host without gradients, or without finite ones, keeps what is LIKELY (matrices.py).
 
     Args:
         folder: of the factors that are being made; a call that goes on there takes over what the first one was told.

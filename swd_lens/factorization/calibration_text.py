@@ -74,11 +74,11 @@ class CalibrationText(TokenStream):
         self._stream._look_through()
 
     def expect(self, sites: Iterable[Site]) -> None:
-        """Collect these, too, when the first Gram is asked for: others will ask for them."""
+        """Name sites that later calls will need: their Grams are collected together with the first that is asked for."""
         self._expected |= {site.name: site for site in sites}
 
     def side_costs(self, model: Any) -> dict[str, Any]:
-        """Site name -> what is known of its sides in a host as it stands now; callers put in what they find out."""
+        """Site name -> costs of its sides in the host as it stands now; callers add what they find out."""
         return self._side_costs.setdefault((*_as_it_stands(model), self.counting.key), {})
 
 

@@ -43,7 +43,7 @@ _WAYS_OUT = "Rerun with the original settings to resume, give another folder, or
 
 @contextmanager
 def writing_checkpoint(folder: Path, sizes: Mapping[str, int], *, overwrite: bool) -> Iterator[None]:
-    """Hold a folder for the factorization of these matrices; one that holds all of them is read only, and needs no holding.
+    """Hold a folder while these matrices are factorized; a folder that has all of them is only read, and not held.
 
     Args:
         sizes: site -> bytes of its file, about.
@@ -152,7 +152,7 @@ class Checkpoint:
         return {site: self._reader(site, finished[site]) for site in missing if site in finished}
 
     def _reader(self, site: str, finished: Sequence[tuple[Path, StoredSite]]) -> Callable[[], Factors]:
-        """Reads the site from the shard that this call's recipe makes; shards that were cut otherwise may hold others."""
+        """Find the shard whose recipe is this call's, and give what reads the site from it; other shards may hold other factors."""
         shard, changed = "", []
         for folder, stored in finished:
             recipe = stored.provenance.get("recipe", {})

@@ -327,7 +327,7 @@ class _Plan:
     # ------------------------------------------------------------------ bytes
 
     def kept_bytes(self, site: Site, units: int) -> int:
-        """Finished factors: float32 read and write, and W, which those of a float32 host remember.
+        """Memory of finished factors: float32 read and write, and W, which those of a float32 host remember.
 
         Those of another host do not, and attached (for calibration behind them) they are there in its dtype, too.
         """
@@ -343,7 +343,7 @@ class _Plan:
         return weights + self.calibrated * gram * site.d_in**2 + max(solver_bytes, error)
 
     def waiting_bytes(self, stage: Sequence[Site], i: int) -> int:
-        """Grams, while the stage's i-th site is solved: those of the sites after it, but for its own."""
+        """Memory of Grams while the stage's i-th site is solved: those of the sites after it, but for its own."""
         if self.corrected:
             return sum(self.gram_entry * site.d_in**2 + _FLOAT * site.numel for site in stage[i + 1 :])
         later = {self.inputs[site.name]: site.d_in**2 for site in stage[i + 1 :]}
@@ -351,7 +351,7 @@ class _Plan:
         return self.gram_entry * sum(later.values()) * self.calibrated
 
     def collecting_bytes(self, stage: Sequence[Site]) -> int:
-        """A pass: float64 sums, one product beside its float64 copy, and a block's activations on one batch."""
+        """Memory of a pass: float64 sums, one product beside its float64 copy, and a block's activations on one batch."""
         widest, activations = max(site.d_in for site in stage), 0
         if self.job.token_shape is not None and self.model is not None:
             rows, pos = self.job.token_shape

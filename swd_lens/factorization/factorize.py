@@ -321,7 +321,7 @@ def _verify_resumed(job: Job, checkpoint: Checkpoint | None, site: Site, f: Fact
 def _tasks(
     job: Job, sites: Sequence[Site], calibrated: dict[str, Calibrated], bar: "_Bar", *, in_process: bool
 ) -> Iterator[SolveTask]:
-    """One after the other, as they are asked for: no two float32 copies of weights at a time in this process."""
+    """Yield tasks as they are asked for, so that this process never has two float32 copies of weights at a time."""
     for site in sites:
         if in_process:
             bar.begin(site.name)
@@ -413,17 +413,17 @@ class _Bar:
         self.bar.close()
 
     def calibrated(self, sites: Sequence[Site]) -> None:
-        """These sites' Grams are there."""
+        """Count the calibration of these sites as done."""
         self._to(self.at + sum(self._calibration(site.name) for site in sites))
 
     def begin(self, site: str) -> None:
-        """A matrix is handed to the solver of this process."""
+        """Show the matrix that is handed to the solver of this process."""
         self.present, self.label, self.error = site, f"{site} ({self.numbers[site]}/{len(self.numbers)})", ""
         self.start, self.error_time = self.at, time.monotonic()
         self._tell("")
 
     def iterated(self, step: Step) -> None:
-        """After each iteration of a solve in this process."""
+        """Show how far a solve in this process has come; called after each iteration."""
         if time.monotonic() - self.error_time >= _SECONDS_BETWEEN_ERRORS:
             self.error, self.error_time = f" relMSE {step.relmse():.3g}", time.monotonic()
         self._tell(f" {step.iteration}/{step.total}{self.error}")
@@ -431,7 +431,7 @@ class _Bar:
             self._to(self.start + self.plan[self.present].flops * step.iteration / step.total)
 
     def finished(self, site: str, relmse: Any) -> None:
-        """A matrix is done: solved here, elsewhere, or taken over, from a file that may say anything of its relMSE."""
+        """Count a matrix as done: solved here, elsewhere, or taken over, from a file that may say anything of its relMSE."""
         if site != self.present:
             self.label, self.start = f"{site} ({self.numbers[site]}/{len(self.numbers)})", self.at
         self.present = None

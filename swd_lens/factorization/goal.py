@@ -172,7 +172,7 @@ def next_sparsity(points: Sequence[tuple[float, float]], start: float) -> float 
 
 @dataclass
 class GoalSearch:
-    """Steps 3 and 4.
+    """Search for the sparsest factors of every path that keep a goal (steps 3 and 4).
 
     Attributes:
         make: factors of a path's options at a sparsity, and, with a folder, the folder that they are written into.
@@ -283,7 +283,7 @@ class GoalSearch:
 
     @contextmanager
     def held(self, overwrite: bool) -> Iterator[None]:
-        """The folder is this search's; trials that it holds from an interrupted call are taken over.
+        """Hold the folder for this search, and take over the trials of an interrupted call.
 
         Raises:
             ResumeError: it holds the trials of another search (every difference is named).

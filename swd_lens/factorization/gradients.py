@@ -81,7 +81,7 @@ def rows_per_pass(stream: TokenStream) -> int:
 def gradient_passes(
     model: Any, sites: Sequence[Site], first_row: Int[Tensor, "1 pos"], *, reads: bool = False
 ) -> Iterator[Pass]:
-    """Inside, a function that runs rows through the dense host and back; sites in its answer are in execution order.
+    """Prepare the dense host; yields a function that runs rows through it and back, and answers in execution order of sites.
 
     Args:
         first_row: of the text; it shows whether attention can be fused.
@@ -138,7 +138,7 @@ class _Shown:
 
 
 def _cross_entropy(targets: Int[Tensor, "rows prediction"], logits: Tensor) -> Float[Tensor, ""]:
-    """Summed over predictions that count: the others have no target."""
+    """Cross-entropy summed over the predictions that count: the others have no target."""
     log_q = log_probabilities(logits)
     if bool((targets >= 0).all()):
         return cross_entropy(log_q, targets).sum()

@@ -27,7 +27,7 @@ from swd_lens.solver.support import first_largest, keep_exactly
 
 @dataclass(frozen=True)
 class Search:
-    """How much `sparsest_basis` does.
+    """Effort of `sparsest_basis`.
 
     Attributes:
         rounds: of constraints.

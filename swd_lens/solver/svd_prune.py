@@ -92,6 +92,6 @@ def _support(
 
 
 def _first(unit: Int[Tensor, " entry"], places: Int[Tensor, " entry"], n_units: int, none: int) -> Int[Tensor, " unit"]:
-    """The least place of each unit's entries; `none` of a unit without any."""
+    """Least place of each unit's entries; `none` for a unit without any."""
     first = torch.full((n_units,), none, dtype=places.dtype, device=places.device)
     return first.scatter_reduce_(0, unit, places, "amin")
