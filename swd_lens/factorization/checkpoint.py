@@ -152,7 +152,7 @@ class Checkpoint:
         return {site: self._reader(site, finished[site]) for site in missing if site in finished}
 
     def _reader(self, site: str, finished: Sequence[tuple[Path, StoredSite]]) -> Callable[[], Factors]:
-        """Find the shard whose recipe is this call's, and give what reads the site from it; other shards may hold other factors."""
+        """Find the shard whose recipe is this call's; gives what reads the site from it. Other shards may hold other factors."""
         shard, changed = "", []
         for folder, stored in finished:
             recipe = stored.provenance.get("recipe", {})
