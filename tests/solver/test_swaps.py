@@ -14,6 +14,7 @@ from swd_lens.solver.spec import AnnealSpec
 from swd_lens.solver.swaps import filled, swapped
 from tests.benchmarks.planted import Row, error, planted, support_f1
 
+ROW = Row(128, 64, 64, 4, 4)
 IDENTITY = Metric.of(None, torch.zeros(1, 1), 0.0)
 
 
