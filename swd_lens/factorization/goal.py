@@ -132,8 +132,8 @@ def paths_of(sites: Sequence[Site], preset: str, units: Any, options: Mapping[st
 
 
 def scaled(sites: Sequence[Site], given: Mapping[str, float], sparsity: float) -> dict[str, float]:
-    """Sparsities of which each matrix has the share of all edges that the given ones say, at the total of one for all; none is
-    denser than DENSEST."""
+    """Scale given sparsities to the edges that one sparsity for all would leave; each matrix keeps its share of them, and none
+    is denser than DENSEST."""
     numel = {site.name: site.numel for site in sites}
     edges = sum((1 - given[name]) * n for name, n in numel.items())
     factor = (1 - sparsity) * sum(numel.values()) / edges
@@ -317,8 +317,8 @@ class GoalSearch:
             write_sealed(self.folder / _FILE, {"asked": self.asked, "trials": self.trials})
 
     def saved(self, chosen: Mapping[str, Any], factors: FactorSet | None) -> FactorSet:
-        """The set that was found, with what was tried; in the folder, whose other trials' factors go. What was measured stays, so
-        that the same call again finds its way at once."""
+        """Make the set that was found, with what was tried in its provenance. A folder then holds it, and loses the factors of all
+        trials; their measurements stay, so that the same call finds its way at once."""
         if factors is None:
             path, s = chosen["method"], chosen["s"]
             # Where no trials lie, an earlier call has finished: what the folder holds is the answer.
