@@ -26,7 +26,7 @@ def identity(model: Any, sites: str) -> FactorSet:
     made = {}
     for site in find_sites(model, sites):
         weight = host.weight(site).clone()  # it may be the host's own memory
-        made[site.name] = stamp(Factors(weight, torch.eye(site.d_out), weight=weight), model, site, {})
+        made[site.name] = stamp(Factors(weight, torch.eye(site.d_out), weight=weight), model, site)
     return FactorSet(made)
 
 

@@ -20,6 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base import __version__
+from swd_lens.base.checks import one_of
 from swd_lens.base.divergence import CHUNK_BYTES, kl_sum, log_probabilities
 from swd_lens.base.errors import SparsityError, TokenError, quoted
 from swd_lens.base.interrupted import says_when_interrupted
@@ -27,10 +28,11 @@ from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.allocation import Allocation, LossCurve, SiteBudget, fewest_edges, spend
 from swd_lens.factorization.basis import with_chosen_bases
-from swd_lens.factorization.calibration_text import CalibrationText
-from swd_lens.factorization.forecast import forecast
+from swd_lens.factorization.calibration_text import CalibrationText, KnownGrams
+from swd_lens.factorization.estimate import forecast
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.job import Job
+from swd_lens.factorization.options import SolveOptions
 from swd_lens.factorization.solve import naming, solve
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.beginnings import warn_without_bos
@@ -75,6 +77,7 @@ def allocate(
     grid: Sequence[float | int] = GRID,
     preset: str = "quick",
     units: int | float | str | None = None,
+    basis: str | Mapping[str, str] | None = None,
     judge: Any = None,
     batch_size: int = 16,
     gram_bytes: int = 2**30,
@@ -99,7 +102,7 @@ def allocate(
             but the first of rows, where attention sinks are, which needs no forwards and knows nothing of what the model does
             with the output.
         grid: budgets to try, as multiples of a matrix's uniform K; no matrix gets less than the first or more than the last.
-        preset, units, options: the solver's for these trials, see `swd_lens.solve`. The final factors may be made with a
+        preset, units, basis, options: the solver's for these trials, see `factorize`. The final factors may be made with a
             better preset; what counts is how losses compare.
         judge: (rows, pos) ids for by="kl"; None takes the first 4,096 of `tokens`.
         batch_size: rows per forward.
@@ -113,8 +116,7 @@ def allocate(
         UnknownSiteError, UnsupportedHostError, TokenError: bad sites, host or tokens.
         AttachError: a site is attached already.
     """
-    if by not in BY:
-        raise ValueError(f"by={quoted(by)}: choose one of {', '.join(map(repr, BY))}")
+    one_of("by", by, BY)
     if isinstance(sparsity, Mapping):
         raise SparsityError("sparsity is a mapping already; allocate needs one number whose total is spent")
     if kl is not None and (by != "kl" or not 0 < kl < math.inf):
@@ -122,12 +124,17 @@ def allocate(
             f"kl={kl} with by={quoted(by)}: a goal is a summed KL above 0, in nats per prediction, which is measured with "
             "by='kl'"
         )
-    multiples = _rising(grid)
+    multiples = tuple(float(value) for value in grid)
+    rising = all(a < b for a, b in itertools.pairwise(multiples))
+    if len(multiples) < 2 or not rising or multiples[0] <= 0 or not multiples[0] <= 1 <= multiples[-1]:
+        raise ValueError(
+            f"grid={list(grid)}: give two or more rising multiples of the uniform budget, from at most 1 to at least 1, "
+            f"such as {GRID}"
+        )
     require_detached(model, "allocate")
     stream = None if tokens is None else as_stream(tokens, model)
-    job = Job.of(
-        model, sites, stream, sparsity=sparsity, preset=preset, units=units, batch_size=batch_size, options=options
-    )
+    how = SolveOptions(preset=preset, units=units, basis=basis, batch_size=batch_size, settings=options)
+    job = Job.of(model, sites, stream, sparsity, how)
     forecast(job)  # refuses what the solver would refuse, before anything is run
     if stream is not None:
         warn_without_bos(model, stream, "calibration tokens")
@@ -148,7 +155,7 @@ def allocate(
             weight, trials = host.weight(site), []
             for k in budgets[site.name]:
                 with naming(site):
-                    trials.append(solve(weight, gram, 1 - k / site.numel, **given, **job.options_of(site)))
+                    trials.append(solve(weight, gram, 1 - k / site.numel, **given, **job.settings_of(site)))
                 bar.update()
             losses = [f.relmse(gram, without=first) for f in trials] if judged is None else judged.losses(site, trials)
             curves[site.name] = LossCurve(budgets[site.name], tuple(max(loss, _LEAST[by]) for loss in losses))
@@ -157,7 +164,7 @@ def allocate(
         sparsity = 1 - total / sum(site.numel for site in job.sites)
         uniform = {site.name: edges_of(site.d_in, site.d_out, sparsity) for site in job.sites}
     allocated = spend(curves, total)
-    plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in options.items()}
+    plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in how.solver.items()}
     settings = {"swd_lens": __version__, "model": str(model.cfg.model_name), "grid": list(multiples), "preset": preset}
     settings |= {} if kl is None else {"kl": kl}
     settings |= {"units": units, "tokens": job.n_tokens, "options": plain}
@@ -167,17 +174,6 @@ def allocate(
         for site in job.sites
     }
     return Allocation(float(sparsity), by, settings, site_budgets)
-
-
-def _rising(grid: Sequence[float | int]) -> tuple[float, ...]:
-    multiples = tuple(float(value) for value in grid)
-    rising = all(a < b for a, b in itertools.pairwise(multiples))
-    if len(multiples) < 2 or not rising or multiples[0] <= 0 or not multiples[0] <= 1 <= multiples[-1]:
-        raise ValueError(
-            f"grid={list(grid)}: give two or more rising multiples of the uniform budget, from at most 1 to at least 1, "
-            f"such as {GRID}"
-        )
-    return multiples
 
 
 def _judged(judge: Any, stream: TokenStream | None, model: Any) -> Int[Tensor, "_rows _pos"]:
@@ -211,7 +207,7 @@ def _with_grams(job: Job, gram_bytes: int) -> Iterator[tuple[Site, Tensor | None
     at a time as fit."""
     group: list[Site] = []
     text = job.stream if isinstance(job.stream, CalibrationText) else None
-    kept = None if text is None else text.of_host(job.model, job.batch_size, job.gram_dtype)
+    kept = None if text is None else KnownGrams(text, job.model, job.how.batch_size, job.gram_dtype)
     for i, site in enumerate(job.sites):
         group.append(site)
         following = job.sites[i + 1].d_in ** 2 if i + 1 < len(job.sites) else float("inf")
@@ -222,7 +218,7 @@ def _with_grams(job: Job, gram_bytes: int) -> Iterator[tuple[Site, Tensor | None
             grams.update(known.by_site)
             first.update(known.first)
         elif job.stream is not None:
-            collected = collect_grams(job.model, group, job.stream, batch_size=job.batch_size, dtype=job.gram_dtype)
+            collected = collect_grams(job.model, group, job.stream, batch_size=job.how.batch_size, dtype=job.gram_dtype)
             grams.update({name: gram for name, gram in collected.by_site.items() if collected.n_routed.get(name) != 0})
             first.update(collected.first)
             del collected
@@ -245,10 +241,17 @@ class _Judge:
         with torch.no_grad(), fused_attention(host, rows):
             self.starts = [host.residual(batch, 0) for batch in self.batches]
             self.ends = [self._from(batch, start, self.end) for batch, start in self._each()]
-            self.staged = self._agrees()
+            # Whether runs in stages end in the logits of whole ones, on the first tokens.
+            few = rows[:1, : max(2, CHUNK_BYTES // (4 * host.model.cfg.d_vocab))]
+            middle = self.end // 2
+
+            def staged() -> Tensor:
+                return host.residual(few, self.end, start=Start(middle, host.residual(few, middle)))
+
+            self.staged = ends_in_whole_logits(host, few, staged)
 
     def losses(self, site: Site, trials: Sequence[Factors]) -> list[float]:
-        """Of each trial in the site's place; sites come in execution order."""
+        """Loss of each trial in the site's place; sites come in execution order."""
         total = torch.zeros(len(trials), dtype=torch.float64)
         with torch.no_grad(), fused_attention(self.host, self.rows):
             if self.staged and site.layer > self.layer:
@@ -258,7 +261,8 @@ class _Judge:
                 replaced = []
                 for f in trials:
                     with attach(self.host.model, {site.name: f}):
-                        replaced.append(self._replaced(number))
+                        start = self.starts[number]
+                        replaced.append(self._from(batch, start, self.end) if self.staged else self.host.run(batch))
                 dense = self.ends[number] if self.staged else self.host.run(batch)
                 for part in Predictions(self.host).parts(batch, batch.shape[1] - 1):
                     log_p = log_probabilities(self._logits(batch, dense, part))
@@ -272,20 +276,5 @@ class _Judge:
     def _from(self, batch: Tensor, start: Tensor, layer: int) -> Tensor:
         return self.host.residual(batch, layer, start=Start(self.layer, start))
 
-    def _replaced(self, number: int) -> Tensor:
-        """What the host, as it is now, ends in: what leaves its last block, or logits where runs in stages differ."""
-        batch = self.batches[number]
-        return self._from(batch, self.starts[number], self.end) if self.staged else self.host.run(batch)
-
     def _logits(self, batch: Tensor, end: Tensor, part: tuple[slice, slice]) -> Tensor:
         return self.host.unembed(batch[part], end[part]) if self.staged else end[part]
-
-    def _agrees(self) -> bool:
-        """Whether runs in stages end in the logits of whole ones, on the first tokens."""
-        few = self.rows[:1, : max(2, CHUNK_BYTES // (4 * self.host.model.cfg.d_vocab))]
-
-        def staged() -> Tensor:
-            middle = Start(self.end // 2, self.host.residual(few, self.end // 2))
-            return self.host.residual(few, self.end, start=middle)
-
-        return ends_in_whole_logits(self.host, few, staged)

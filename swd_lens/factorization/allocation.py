@@ -17,15 +17,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from swd_lens.base.errors import legible
-from swd_lens.base.record import Record
-from swd_lens.base.sealed import read_sealed, write_sealed
+from swd_lens.base.record import Record, SavedRecord
 from swd_lens.hosts.sites import split_name
 
 # Steps per curve. With budgets from half to twice the uniform one a step is 2.3% of it.
@@ -84,7 +81,7 @@ class LossCurve(Record):
 
 @dataclass(frozen=True)
 class SiteBudget(Record):
-    """What one matrix gets.
+    """Budget of one matrix.
 
     Attributes:
         numel: entries of the matrix.
@@ -116,7 +113,7 @@ class SiteBudget(Record):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Allocation(Record, Mapping[str, float]):
+class Allocation(SavedRecord, Mapping[str, float]):
     """Sparsity per site: a mapping site name -> s in execution order, with the reasons.
 
     Attributes:
@@ -127,6 +124,7 @@ class Allocation(Record, Mapping[str, float]):
     """
 
     derived = ("edges", "predicted")
+    WHAT = "an allocation"
 
     sparsity: float
     by: str
@@ -200,26 +198,6 @@ class Allocation(Record, Mapping[str, float]):
     def _loss(self) -> str:
         return "KL" if self.by == "kl" else "relMSE"
 
-    def save(self, path: str | Path) -> None:
-        """Write it as JSON, with its hash, whole or not at all."""
-        write_sealed(Path(path), self.as_dict())
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Allocation":
-        """Read what `save` wrote.
-
-        Raises:
-            FileNotFoundError: no such file.
-            ValueError: not the JSON of an Allocation, or not what was written; the path is named.
-        """
-        values = read_sealed(Path(path), "an allocation")
-        try:
-            return cls.from_dict(values)
-        except ValueError as cause:
-            raise ValueError(
-                f"{legible(path)}: these values are not an Allocation's ({legible(cause)}); Allocation.save writes them"
-            ) from cause
-
     def title(self) -> str:
         loss, predicted = self._loss, self.predicted
         return (
@@ -246,14 +224,13 @@ def lower_hull(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     kept: list[int] = []
     for i in range(len(x)):
         # The last kept point goes while it lies on or above the line from the one before it to the new one.
-        while len(kept) > 1 and _above(x, y, kept[-2], kept[-1], i):
+        while len(kept) > 1:
+            left, middle = kept[-2:]
+            if (y[middle] - y[left]) * (x[i] - x[left]) < (y[i] - y[left]) * (x[middle] - x[left]):
+                break
             kept.pop()
         kept.append(i)
     return np.interp(x, x[kept], y[kept])
-
-
-def _above(x: np.ndarray, y: np.ndarray, left: int, middle: int, right: int) -> bool:
-    return bool((y[middle] - y[left]) * (x[right] - x[left]) >= (y[right] - y[left]) * (x[middle] - x[left]))
 
 
 def spend(curves: Mapping[str, LossCurve], total: int) -> dict[str, int]:

@@ -28,6 +28,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from swd_lens.base import __version__
+from swd_lens.base.checks import bounded
 from swd_lens.base.errors import FactorFileError, GradientError, ResumeError, TokenError, UnsupportedHostError
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
@@ -62,7 +63,7 @@ GROUP_BYTES = 2**30  # activations and gradients of the matrices that are looked
 
 @dataclass(frozen=True)
 class SideCosts(Record):
-    """What an effect on a next token takes on either side of one matrix.
+    """Cost of an effect on a next token, on either side of one matrix.
 
     Attributes:
         inputs, outputs: edges of the fewest coordinates that have the share; geometric means over tokens, NaN of none.
@@ -182,8 +183,7 @@ def choose_basis(
     """
     if not 0 < share < 1:
         raise ValueError(f"share={share}: a share of the effect lies between 0 and 1, say .5")
-    if not isinstance(n_tokens, int) or isinstance(n_tokens, bool) or n_tokens < 1:
-        raise ValueError(f"n_tokens={n_tokens}: give a whole number of at least 1")
+    bounded("n_tokens", n_tokens, 1)
     if tokens is None:
         raise TokenError("choose_basis needs tokens: it looks at what the host does with a text; give tokens=")
     return chosen(model, find_sites(model, sites), as_stream(tokens, model), float(share), n_tokens, progress)
@@ -192,7 +192,7 @@ def choose_basis(
 def chosen(
     model: Any, sites: Sequence[Site], stream: TokenStream, share: float, n_tokens: int, progress: bool
 ) -> BasisChoice:
-    """`choose_basis` of sites and tokens that are known."""
+    """Choose bases of sites that are found already, on a stream; see `choose_basis`."""
     require_loss(model, stream)
     n_rows = min(stream.n_rows, -(-n_tokens // stream.row_length))
     groups = _groups(sites, min(rows_per_pass(stream), n_rows) * stream.row_length)
@@ -273,8 +273,8 @@ def _side_costs(logs: Float[Tensor, "prediction 2"]) -> SideCosts:
 
 
 def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -> Job:
-    """The job, with what its text says where it may: of a host that predicts next tokens, and rows that hold some. By default a
-    host that has no gradients, or none that are finite, keeps what is LIKELY (matrices.py).
+    """Choose bases by the job's text, where it leaves them open: on a host that predicts next tokens, with rows of two tokens or
+    more. By default a host without gradients, or without finite ones, keeps what is LIKELY (matrices.py).
 
     Args:
         folder: of the factors that are being made; a call that goes on there takes over what the first one was told.
@@ -299,7 +299,7 @@ def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -
 
 
 def _told_before(folder: Path, job: Job) -> dict[str, Any] | None:
-    """What text said of exactly these matrices to the call whose factors lie in the folder.
+    """Read what text said of exactly these matrices to the call whose factors lie in the folder.
 
     Raises:
         ResumeError: the folder's index names a basis that there is not.

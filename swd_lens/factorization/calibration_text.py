@@ -74,16 +74,12 @@ class CalibrationText(TokenStream):
         self._stream._look_through()
 
     def expect(self, sites: Iterable[Site]) -> None:
-        """Collect these, too, when the first Gram is asked for: others will ask for them."""
+        """Name sites that later calls will need: their Grams are collected together with the first that is asked for."""
         self._expected |= {site.name: site for site in sites}
 
     def side_costs(self, model: Any) -> dict[str, Any]:
-        """Site name -> what is known of its sides in a host as it stands now; callers put in what they find out."""
+        """Site name -> costs of its sides in the host as it stands now; callers add what they find out."""
         return self._side_costs.setdefault((*_as_it_stands(model), self.counting.key), {})
-
-    def of_host(self, model: Any, batch_size: int, dtype: Literal["float32", "float64"]) -> "KnownGrams":
-        """The Grams of a host as it stands now, known or to be collected."""
-        return KnownGrams(self, model, batch_size, dtype)
 
 
 class KnownGrams:
@@ -136,12 +132,12 @@ def grams_of(model: Any, sites: Sequence[Site], tokens: Any, *, batch_size: int 
     """
     known = None
     if isinstance(tokens, CalibrationText):
-        known = tokens.of_host(model, batch_size, "float32").collect(sites, progress)
+        known = KnownGrams(tokens, model, batch_size, "float32").collect(sites, progress)
     return collect_grams(model, sites, tokens, batch_size=batch_size, progress=progress) if known is None else known
 
 
 def _as_it_stands(model: Any) -> tuple[str, str, str]:
-    """What differs between two states of a host: parameters and settings, hooks and units, device."""
+    """State of a host: parameters and settings, hooks and units, device."""
     return host_fingerprint(model, model.cfg), str(standing_hooks(model)), str(next(model.parameters()).device)
 
 

@@ -15,7 +15,7 @@ Threads, torch version and device also change bits, in the last places; they are
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,12 @@ _WORDS = {
     "upstream_sha256": "factors of the earlier sites",
 }
 _SHARDS = "shards"
+_WAYS_OUT = "Rerun with the original settings to resume, give another folder, or overwrite=True to start again"
 
 
 @contextmanager
 def writing_checkpoint(folder: Path, sizes: Mapping[str, int], *, overwrite: bool) -> Iterator[None]:
-    """Hold a folder for the factorization of these matrices; one that holds all of them is read only, and needs no holding.
+    """Hold a folder while these matrices are factorized; a folder that has all of them is only read, and not held.
 
     Args:
         sizes: site -> bytes of its file, about.
@@ -107,8 +108,7 @@ class Checkpoint:
             _, stored = open_folder(self.folder)
             if others := [site for site in stored if site not in self.recipes]:
                 raise ResumeError(
-                    f"{self.folder} holds {', '.join(others)}, which this call does not factorize. Call factorize as then "
-                    "to go on, give another folder, or overwrite=True to start again"
+                    f"{self.folder} holds {', '.join(others)}, which this call does not factorize. {_WAYS_OUT}"
                 )
             finished = {site: Factors(**stored[site].parts()) for site in self.recipes if site in stored}
         except FactorFileError as cause:
@@ -117,26 +117,22 @@ class Checkpoint:
             recipe = f.provenance.get("recipe")
             if not isinstance(recipe, dict):
                 raise ResumeError(
-                    f"{self.folder} holds {site} without saying how it was made (not by factorize(..., out=...)). Call "
-                    "factorize as then to go on, give another folder, or overwrite=True to start again"
+                    f"{self.folder} holds {site} without saying how it was made (not by factorize(..., out=...)). {_WAYS_OUT}"
                 )
             missing = next((earlier for earlier in self.recipes if earlier not in finished or earlier == site), site)
             if self.chained and missing != site:
                 raise ResumeError(
                     f"{self.folder} holds {site} without {missing}; sequential calibration would now put {missing} before "
-                    "it. Call factorize as then to go on, give another folder, or overwrite=True to start again"
+                    f"it. {_WAYS_OUT}"
                 )
-            if changed := differences(recipe, {**self.recipes[site], "upstream_sha256": self._upstream}):
-                raise ResumeError(
-                    f"{self.folder} holds {site} made otherwise: {'; '.join(changed)}. Call factorize as then to go on, "
-                    "give another folder, or overwrite=True to start again"
-                )
+            if changed := differences(recipe, self.recipe(site)):
+                raise ResumeError(f"{self.folder} holds {site} made otherwise: {'; '.join(changed)}. {_WAYS_OUT}")
             self._entries[site] = stored[site].entry
             self._advance_chain(site, f)
         return finished
 
     def in_shards(self) -> dict[str, Callable[[], Factors]]:
-        """What shards have finished and this folder does not hold: site -> what reads its Factors.
+        """Matrices that shards have finished and this folder does not hold: site -> what reads its Factors.
 
         Raises:
             ResumeError: a shard's folder is damaged, or a recipe differs (every difference is named).
@@ -156,25 +152,23 @@ class Checkpoint:
         return {site: self._reader(site, finished[site]) for site in missing if site in finished}
 
     def _reader(self, site: str, finished: Sequence[tuple[Path, StoredSite]]) -> Callable[[], Factors]:
-        """Reads the site from the shard that this call's recipe makes; shards that were cut otherwise may hold others."""
+        """Find the shard whose recipe is this call's; gives what reads the site from it. Other shards may hold other factors."""
         shard, changed = "", []
         for folder, stored in finished:
             recipe = stored.provenance.get("recipe", {})
-            shard, changed = folder.name, differences(recipe, {**self.recipes[site], "upstream_sha256": None})
+            shard, changed = folder.name, differences(recipe, self.recipe(site))
             if not changed:
                 return lambda: Factors(**stored.parts())
         raise ResumeError(
-            f"{self.folder} holds {site} of shard {shard}, made otherwise: {'; '.join(changed)}. Call factorize as then "
-            "to go on, give another folder, or overwrite=True to start again"
+            f"{self.folder} holds {site} of shard {shard}, made otherwise: {'; '.join(changed)}. {_WAYS_OUT}"
         )
 
-    def add(self, site: str, f: Factors) -> Factors:
-        """Put a finished matrix into the folder; gives it back with its recipe.
+    def recipe(self, site: str) -> dict[str, Any]:
+        """Everything that decides a site's factors, those before it included; for the provenance of what is added next."""
+        return {**self.recipes[site], "upstream_sha256": self._upstream}
 
-        The first one of a fresh start replaces what the folder held.
-        """
-        recipe = {**self.recipes[site], "upstream_sha256": self._upstream}
-        f = replace(f, provenance={**f.provenance, "recipe": recipe})
+    def add(self, site: str, f: Factors) -> None:
+        """Put a finished matrix, with its `recipe`, into the folder; the first of a fresh start replaces what the folder held."""
         # A later call that goes on would find the shards made otherwise.
         shards = _shards_of(self.folder) if self.overwrite else []
         with ExitStack() as held:
@@ -190,7 +184,6 @@ class Checkpoint:
                 folder.rmdir()
         self.overwrite = False
         self._advance_chain(site, f)
-        return f
 
     def _advance_chain(self, site: str, f: Factors) -> None:
         if self.chained:

@@ -1,7 +1,7 @@
 """factorize: from a host and a pattern to a FactorSet.
 
 0. With a goal in place of a sparsity: search for it (goal.py); each trial is a call of the steps below.
-1. Check the arguments and find the sites, in execution order (job.py); forecast operations and memory (forecast.py); with
+1. Check the arguments and find the sites, in execution order (job.py, options.py); forecast their cost (estimate.py); with
    basis="auto", see what the text says of each (basis.py).
 2. With out=: hold the folder, or be refused at once; take over the matrices that an earlier, interrupted call finished there,
    if they are what this call would make; and what shards of it have finished (checkpoint.py). Refuse what does not fit into
@@ -31,21 +31,24 @@ from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.basis import with_chosen_bases
+from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.checkpoint import Checkpoint, Shard, writing_checkpoint
-from swd_lens.factorization.estimate import Estimate
-from swd_lens.factorization.forecast import SiteEstimate, forecast
-from swd_lens.factorization.goal import Goal, GoalSearch, asked_of, divided, paths_of, scaled
+from swd_lens.factorization.estimate import Estimate, SiteEstimate, forecast
+from swd_lens.factorization.goal import Goal, GoalSearch, divided, paths_of, scaled, settings_of_search
 from swd_lens.factorization.gradients import require_loss
 from swd_lens.factorization.job import Job
 from swd_lens.factorization.matrices import sparsity_of_each
+from swd_lens.factorization.options import SolveOptions
+from swd_lens.factorization.solve import made_by
 from swd_lens.factorization.stages import Calibrated, ReplacedHost, stages_of
 from swd_lens.factorization.workers import Solved, SolveTask, open_workers
-from swd_lens.hosts import find_sites, host_of
+from swd_lens.hosts import Host, find_sites, host_of
 from swd_lens.hosts.beginnings import text_for, warn_without_bos
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.solver import DEFAULT_PRESET, Step
-from swd_lens.units import add_probe, described, is_bare, origin_of, require_detached, require_free
-from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.tasks.streams import TokenStream
+from swd_lens.units import described, is_bare, origin_of, probe_at, require_detached, require_free
+from swd_lens.units.factors import Factors, FactorSet, relmse_of
 from swd_lens.units.match import check_weights
 
 
@@ -63,6 +66,7 @@ def factorize(
     calibration: str = "sequential",
     preset: str = DEFAULT_PRESET,
     units: int | float | str | None = None,
+    basis: str | Mapping[str, str] | None = None,
     batch_size: int = 16,
     gram_dtype: str = "auto",
     weigh_outputs: bool = False,
@@ -98,11 +102,12 @@ def factorize(
             "corrected" is sequential and fits each matrix to what the dense host writes there (grams.py): not the paper's,
             and better where many matrices are replaced. With one site they are the same. "zero-data" says that no tokens are
             meant.
-        preset, units, options: the solver's, see `swd_lens.solve` (outer_iterations=, ...). `basis` may also map site names or
-            patterns to bases, or be "neurons", the side of an MLP's neurons and the preset's own elsewhere, or "auto", what
-            `choose_basis` (basis.py) says of these tokens; without any, an MLP's neurons and the dimensions of heads at their
-            output. "auto" is the default of our solver's presets where `units` and the shares of edges are left to it: a task's
-            circuit then takes fewer edges, at a larger error than "paper", the short side (tests/benchmarks/RESULTS.md).
+        preset, units, options: the solver's, see `swd_lens.solve` (outer_iterations=, ...).
+        basis: whose coordinates units start as: "input", "output" or "paper" (the short side); "neurons", the side of an MLP's
+            neurons and the preset's own elsewhere; "auto", what `choose_basis` (basis.py) says of these tokens, without any an
+            MLP's neurons and the dimensions of heads at their output; or a mapping from site names or patterns to these. None:
+            "auto" for our solver's presets where `units` and the shares of edges are left to it, else the preset's own. With
+            "auto" a task's circuit takes fewer edges, at a larger error than with "paper" (tests/benchmarks/RESULTS.md).
         batch_size: rows per calibration forward.
         gram_dtype: of the products of one batch and of the Grams, "float32" or "float64"; "auto": float64 where every matrix is
             small enough to be solved in float64, so that factors do not depend on the processor. Sums are float64 anyway.
@@ -142,21 +147,36 @@ def factorize(
         ValueError: bad sparsity or solver options; the site is named. A goal beside a sparsity, without text, or (GoalError)
             which nothing that was tried keeps (the nearest is named).
     """
+    zero_data = calibration == "zero-data" and tokens is None
+    how = SolveOptions(
+        preset=preset,
+        units=units,
+        basis=basis,
+        calibration="sequential" if zero_data else calibration,
+        batch_size=batch_size,
+        gram_dtype=gram_dtype,
+        weigh_outputs=weigh_outputs,
+        device=device,
+        workers=workers,
+        threads=threads,
+        settings=options,
+    )
     if kl is not None or ce is not None:
-        how: dict[str, Any] = {"calibration": calibration, "batch_size": batch_size, "gram_dtype": gram_dtype}
-        how |= {"weigh_outputs": weigh_outputs, "device": device, "workers": workers, "threads": threads}
-        text = {"heldout": heldout_tokens, "exclude": exclude, "attention_mask": attention_mask}
-        asked = {"sparsity": sparsity, "shard": shard, "preset": preset, "units": units, "options": options}
-        return _to_a_goal(model, sites, Goal(kl, ce), tokens, text, asked, how, out, overwrite, progress)
+        for name, value in (("sparsity", None if isinstance(sparsity, Mapping) else sparsity), ("shard", shard)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}={legible(value)} beside a goal (kl= or ce=), which searches for it; leave one of them out (a "
+                    "mapping of sparsities may stand beside a goal: its budgets are scaled)"
+                )
+        require_detached(model, "factorize")
+        texts = divided(model, tokens, heldout_tokens, exclude=exclude, attention_mask=attention_mask)
+        return _to_a_goal(model, sites, Goal(kl, ce), texts, sparsity, how, out, overwrite, progress)
     if heldout_tokens is not None:
         raise TypeError(
             "heldout_tokens= is for a goal; give kl= or ce=, or measure with swd.fidelity(model, factors, heldout_tokens)"
         )
-    sparsity = 0.5 if sparsity is None else sparsity
     # 1. What is asked for, and its share of a larger job.
-    if calibration == "zero-data" and tokens is None:
-        calibration = "sequential"
-    elif tokens is None:
+    if tokens is None and not zero_data:
         warnings.warn(
             UserWarning(
                 "no calibration tokens were given, so these factors are zero-data (G = I), which fits every input direction "
@@ -165,20 +185,8 @@ def factorize(
             stacklevel=callers_level(),
         )
     require_detached(model, "factorize")
-    job = Job.of(
-        model,
-        sites,
-        None if tokens is None else text_for(model, tokens, exclude=exclude, attention_mask=attention_mask),
-        sparsity=sparsity,
-        calibration=calibration,
-        preset=preset,
-        units=units,
-        batch_size=batch_size,
-        gram_dtype=gram_dtype,
-        device=device,
-        weigh_outputs=weigh_outputs,
-        options=options,
-    )
+    text = None if tokens is None else text_for(model, tokens, exclude=exclude, attention_mask=attention_mask)
+    job = Job.of(model, sites, text, 0.5 if sparsity is None else sparsity, how)
     rows = forecast(job)  # a bad option fails here, before anything is hashed, read or run
     job.warn_of_few_tokens()
     if job.stream is not None:
@@ -192,65 +200,48 @@ def factorize(
 
     # 2. to 4., with the folder held before the host runs.
     if out is None:
-        job = with_chosen_bases(job, progress=progress)
-        return _factorized(job, None, workers=workers, threads=threads, progress=progress)
+        return _factorized(with_chosen_bases(job, progress=progress), None, progress=progress)
     with writing_checkpoint(Path(out), job.file_bytes(), overwrite=overwrite):
         job = with_chosen_bases(job, progress=progress, folder=None if overwrite else Path(out))
         recipes = job.recipes()
         checkpoint = Checkpoint(Path(out), job.provenance(), recipes, chained=job.chained, overwrite=overwrite)
-        return _factorized(job, checkpoint, workers=workers, threads=threads, progress=progress)
+        return _factorized(job, checkpoint, progress=progress)
 
 
 def _to_a_goal(
     model: Any,
     sites: Pattern,
     goal: Goal,
-    tokens: Any,
-    text: Mapping[str, Any],
-    asked: Mapping[str, Any],
-    how: Mapping[str, Any],
+    texts: tuple[CalibrationText, TokenStream],
+    sparsities: Any,
+    how: SolveOptions,
     out: str | Path | None,
     overwrite: bool,
     progress: bool,
 ) -> FactorSet:
-    """The factors that keep a goal (goal.py).
-
-    Args:
-        text: held-out text, and what does not count.
-        asked: what says how factors are made, or cannot be had with a goal.
-        how: the other arguments of `factorize`, the same for all trials.
-    """
-    shares, shard = asked["sparsity"], asked["shard"]
-    for name, value in (("sparsity", None if isinstance(shares, Mapping) else shares), ("shard", shard)):
-        if value is not None:
-            raise ValueError(
-                f"{legible(name)}={value} beside a goal (kl= or ce=), which searches for it; leave one of them out (a "
-                "mapping of sparsities may stand beside a goal: its budgets are scaled)"
-            )
-    require_detached(model, "factorize")
-    fitted, heldout = divided(model, tokens, **text)
+    """Search for factors that keep a goal (goal.py); `texts` are to be fitted and judged on."""
+    fitted, heldout = texts
     require_loss(model, heldout)
     found = find_sites(model, sites)
-    paths = paths_of(found, asked["preset"], asked["units"], asked["options"])
-    given = None if shares is None else sparsity_of_each(found, shares)
+    paths = paths_of(found, how.preset, how.units, how.solver)
+    given = None if sparsities is None else sparsity_of_each(found, sparsities)
 
     def make(s: float, options: Mapping[str, Any], folder: Path | None) -> FactorSet:
         sparsity = s if given is None else scaled(found, given, s)
-        return factorize(model, sites, sparsity=sparsity, tokens=fitted, progress=False, out=folder, **how, **options)
+        arguments = {**how.arguments(), **options}
+        return factorize(model, sites, sparsity=sparsity, tokens=fitted, progress=False, out=folder, **arguments)
 
-    bits = {name: how[name] for name in ("calibration", "batch_size", "gram_dtype", "weigh_outputs")}
+    bits = {name: getattr(how, name) for name in ("calibration", "batch_size", "gram_dtype", "weigh_outputs")}
     bits |= {} if given is None else {"sparsity": given}
-    plan = asked_of(model, found, goal, (fitted, heldout), paths, bits)
+    plan = settings_of_search(model, found, goal, texts, paths, bits)
     folder = None if out is None else Path(out)
     search = GoalSearch(model, goal, paths, fitted, heldout, make, folder, plan)
     with search.held(overwrite):
         return search.saved(*search.run(progress))
 
 
-def _factorized(
-    job: Job, checkpoint: Checkpoint | None, *, workers: int | str, threads: int | None, progress: bool
-) -> FactorSet:
-    """The steps from what is finished on; arguments as for `factorize`."""
+def _factorized(job: Job, checkpoint: Checkpoint | None, *, progress: bool) -> FactorSet:
+    """Steps 2 to 4 of a job, from what is finished on."""
     # 2. What earlier calls and shards have finished, and whether the rest fits.
     model = job.model
     finished = {} if checkpoint is None else checkpoint.resume()
@@ -276,15 +267,15 @@ def _factorized(
         model,
         job.stream,
         job.kind,
-        batch_size=job.batch_size,
+        batch_size=job.how.batch_size,
         keep=sum(map(bool, unsolved)) > 1,
         dtype=job.gram_dtype,
         scratch=None if checkpoint is None else checkpoint.folder,
-        weighed=[site for stage in unsolved for site in stage] if job.weigh_outputs else (),
+        weighed=[site for stage in unsolved for site in stage] if job.how.weigh_outputs else (),
     )
     bar = _Bar(job, plan, show=progress)
     reached(f", {len(done)} of {len(job.sites)} matrices finished")
-    with replaced, bar, open_workers(workers, threads=threads) as pool:
+    with replaced, bar, open_workers(job.how.workers, threads=job.how.threads) as pool:
         for stage, to_solve in zip(stages, unsolved, strict=True):
             calibrated: dict[str, Calibrated] = {}
             if to_solve and job.stream is not None:
@@ -296,13 +287,16 @@ def _factorized(
             solved = pool.solve(tasks, alone=alone, on_iteration=bar.iterated if progress else None)
             for site in stage:
                 if site.name not in done:
-                    in_shard = in_shards.get(site.name)
-                    if in_shard is None:
-                        f = job.remembering(site, _stamped(job, site, next(solved), *seen.get(site.name, (None, None))))
+                    if site.name in in_shards:
+                        f = _verify_resumed(job, checkpoint, site, in_shards[site.name]())
+                        if probed:
+                            f = replace(f, probe=probe_at(model, site, job.probe_tokens, f.read, f.write))
                     else:
-                        f = _verify_resumed(job, checkpoint, site, in_shard())
-                    f = add_probe(f, model, site, job.probe_tokens) if probed else f
-                    done[site.name] = f if checkpoint is None else checkpoint.add(site.name, f)
+                        recipe = {} if checkpoint is None else {"recipe": checkpoint.recipe(site.name)}
+                        f = _finished(job, site, next(solved), *seen.get(site.name, (None, None)), recipe, probed)
+                    done[site.name] = f
+                    if checkpoint is not None:
+                        checkpoint.add(site.name, f)
                     reached(f", {len(done)} of {len(job.sites)} matrices finished")
                     bar.finished(site.name, f.provenance.get("relmse"))
                 if job.shard is None and site != job.sites[-1]:
@@ -320,50 +314,67 @@ def _verify_resumed(job: Job, checkpoint: Checkpoint | None, site: Site, f: Fact
         check_weights(host_of(job.model), site, f)
     except AttachError as cause:
         folder = None if checkpoint is None else checkpoint.folder
-        reason = f"{folder}: {cause}"
-        raise ResumeError(f"{reason}; or start again with overwrite=True") from cause
-    return job.remembering(site, f)
+        raise ResumeError(f"{folder}: {cause}; or start again with overwrite=True") from cause
+    return replace(f, weight=job.remembered(site))
 
 
 def _tasks(
     job: Job, sites: Sequence[Site], calibrated: dict[str, Calibrated], bar: "_Bar", *, in_process: bool
 ) -> Iterator[SolveTask]:
-    """One after the other, as they are asked for: no two float32 copies of weights at a time in this process."""
+    """Yield tasks as they are asked for, so that this process never has two float32 copies of weights at a time."""
     for site in sites:
         if in_process:
             bar.begin(site.name)
         yield job.task(site, calibrated.pop(site.name, None), bar.plan[site.name].peak_bytes)
 
 
-def _stamped(job: Job, site: Site, solved: Solved, first_share: float | None, n_routed: int | None) -> Factors:
-    """The factors where the host's matrix is, with their provenance; `first_share` of their Gram, if they have one, and, of an
-    expert, the tokens that it is the mean of."""
+def _finished(
+    job: Job,
+    site: Site,
+    solved: Solved,
+    first_share: float | None,
+    n_routed: int | None,
+    recipe: Mapping[str, Any],
+    probed: bool,
+) -> Factors:
+    """The factors where the host's matrix is, with everything that they carry.
+
+    Args:
+        first_share: of their Gram, if they have one; n_routed: of an expert, the tokens that it is the mean of.
+        recipe: for their provenance, with a folder.
+    """
     assert solved.site == site.name, f"{solved.site} came for {site.name}"
-    weight = host_of(job.model).weight(site)
+    host = host_of(job.model)
+    weight = host.weight(site)
     home = weight.device if next(job.model.parameters()).dtype == torch.float32 else torch.device("cpu")
-    f = replace(solved.factors, weight=None).to(home)
-    # Corrected, the solver saw the target, not W.
-    error = f.relative_frobenius(weight.to(home)) if job.kind == "corrected" else solved.relative_frobenius
+    read, write = solved.read.to(home), solved.write.to(home)
+    error = solved.relative_frobenius
+    if job.kind == "corrected":  # the solver saw the target, not W
+        error = relmse_of(read, write, weight.to(home)) ** 0.5
     calibration = {"calibration": job.kind, "tokens": job.n_tokens if n_routed is None else n_routed}
     if first_share is not None:
         calibration["first_position_share"] = first_share
     if solved.relmse_of_others is not None:
         calibration["relmse_of_others"] = solved.relmse_of_others
-    return stamp(f, job.model, site, {**calibration, "relmse": solved.relmse, "relative_frobenius": error})
+    provenance = {**made_by(solved.solver), **_belonging(host, site), **calibration}
+    provenance |= {"relmse": solved.relmse, "relative_frobenius": error, **recipe}
+    probe = probe_at(job.model, site, job.probe_tokens, read, write) if probed else None
+    origin = origin_of(host, site, weight)
+    return Factors(read, write, solved.settings, provenance, job.remembered(site), origin, probe=probe)
 
 
-def stamp(f: Factors, model: Any, site: Site, more: dict[str, Any]) -> Factors:
+def stamp(f: Factors, model: Any, site: Site) -> Factors:
     """Factors that know where they belong: site, model, fingerprints of the host's W, its processing; attaching checks these."""
     host = host_of(model)
-    weight = host.weight(site)
-    where = {
-        "site": site.name,
-        **described(host, site),
-        "model": str(model.cfg.model_name),
-        "normalization": str(model.cfg.normalization_type),
-        "swd_lens": __version__,
-    }
-    return replace(f, origin=origin_of(host, site, weight), provenance={**f.provenance, **where, **more})
+    provenance = {**f.provenance, **_belonging(host, site)}
+    return replace(f, origin=origin_of(host, site, host.weight(site)), provenance=provenance)
+
+
+def _belonging(host: Host, site: Site) -> dict[str, Any]:
+    """Provenance of a host's matrix; plain JSON values."""
+    cfg = host.model.cfg
+    named = {"model": str(cfg.model_name), "normalization": str(cfg.normalization_type), "swd_lens": __version__}
+    return {"site": site.name, **described(host, site), **named}
 
 
 # ---------------------------------------------------------------------------------------------- the bar
@@ -402,17 +413,17 @@ class _Bar:
         self.bar.close()
 
     def calibrated(self, sites: Sequence[Site]) -> None:
-        """These sites' Grams are there."""
+        """Count the calibration of these sites as done."""
         self._to(self.at + sum(self._calibration(site.name) for site in sites))
 
     def begin(self, site: str) -> None:
-        """A matrix is handed to the solver of this process."""
+        """Show the matrix that is handed to the solver of this process."""
         self.present, self.label, self.error = site, f"{site} ({self.numbers[site]}/{len(self.numbers)})", ""
         self.start, self.error_time = self.at, time.monotonic()
         self._tell("")
 
     def iterated(self, step: Step) -> None:
-        """After each iteration of a solve in this process."""
+        """Show how far a solve in this process has come; called after each iteration."""
         if time.monotonic() - self.error_time >= _SECONDS_BETWEEN_ERRORS:
             self.error, self.error_time = f" relMSE {step.relmse():.3g}", time.monotonic()
         self._tell(f" {step.iteration}/{step.total}{self.error}")
@@ -420,7 +431,7 @@ class _Bar:
             self._to(self.start + self.plan[self.present].flops * step.iteration / step.total)
 
     def finished(self, site: str, relmse: Any) -> None:
-        """A matrix is done: solved here, elsewhere, or taken over, from a file that may say anything of its relMSE."""
+        """Count a matrix as done: solved here, elsewhere, or taken over, from a file that may say anything of its relMSE."""
         if site != self.present:
             self.label, self.start = f"{site} ({self.numbers[site]}/{len(self.numbers)})", self.at
         self.present = None

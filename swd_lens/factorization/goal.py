@@ -30,7 +30,7 @@ from swd_lens.base.sealed import read_sealed, write_sealed
 from swd_lens.base.writer import writing
 from swd_lens.circuits.concentration import concentration
 from swd_lens.circuits.dense_cache import DenseCache
-from swd_lens.circuits.fidelity import Fidelity, fidelity
+from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.checkpoint import differences, host_fingerprint
 from swd_lens.hosts.beginnings import text_for
@@ -132,8 +132,8 @@ def paths_of(sites: Sequence[Site], preset: str, units: Any, options: Mapping[st
 
 
 def scaled(sites: Sequence[Site], given: Mapping[str, float], sparsity: float) -> dict[str, float]:
-    """Sparsities of which each matrix has the share of all edges that the given ones say, at the total of one for all; none is
-    denser than DENSEST."""
+    """Scale given sparsities to the edges that one sparsity for all would leave; each matrix keeps its share of them, and none
+    is denser than DENSEST."""
     numel = {site.name: site.numel for site in sites}
     edges = sum((1 - given[name]) * n for name, n in numel.items())
     factor = (1 - sparsity) * sum(numel.values()) / edges
@@ -172,7 +172,7 @@ def next_sparsity(points: Sequence[tuple[float, float]], start: float) -> float 
 
 @dataclass
 class GoalSearch:
-    """Steps 3 and 4.
+    """Search for the sparsest factors of every path that keep a goal (steps 3 and 4).
 
     Attributes:
         make: factors of a path's options at a sparsity, and, with a folder, the folder that they are written into.
@@ -213,7 +213,11 @@ class GoalSearch:
                 start = end["s"]
                 if len(self.paths) > 1 and end.get("text edges") is None:
                     made = made or self.made(path, end["s"])
-                    end["text edges"] = self._text_edges(made)
+                    # Edges that carry half of the effect on a next token of the calibration text.
+                    rows = next(self.text.batches(_ROWS))
+                    context = max(1, min(_CONTEXT, rows.shape[1] - 2))
+                    exclude = self.text.counting.ids or None
+                    end["text edges"] = concentration(self.model, made, rows, context=context, exclude=exclude).edges
                     self._write()
                 if best is None or end.get("text edges", 0.0) < best["text edges"]:
                     best, factors = end, made
@@ -245,7 +249,7 @@ class GoalSearch:
         return end, made
 
     def _trial(self, path: str, s: float) -> tuple[dict[str, Any] | None, FactorSet | None]:
-        """What factors of a path at a sparsity do to the model; None where they have too few edges to be made."""
+        """Make and measure factors of a path at a sparsity; None where they have too few edges to be made."""
         for row in self.trials:
             if (row["method"], row["s"]) == (path, s):
                 return row, None
@@ -256,7 +260,12 @@ class GoalSearch:
             self.refused = too_few_edges
             return None, None
         measured = fidelity(self.model, factors, self.heldout, dense=self.dense)
-        row = {"method": path, "s": s, "edges": factors.edges, **_in_figures(measured)}
+        n, kl_se = len(measured.kl_rows), None
+        mean = sum(measured.kl_rows) / max(n, 1)
+        if n > 1:
+            kl_se = (sum((each - mean) ** 2 for each in measured.kl_rows) / (n - 1) / n) ** 0.5
+        row = {"method": path, "s": s, "edges": factors.edges, "KL": measured.kl, "KL se": kl_se}
+        row |= {"CE delta": measured.ce_delta, "CE delta se": measured.ce_delta_se}
         row |= {"excess": self.goal.excess(row), "seconds": round(time.monotonic() - began, 2)}
         self.trials.append(row)
         self._write()
@@ -270,17 +279,11 @@ class GoalSearch:
                 warnings.simplefilter("ignore")
             return self.make(s, self.paths[path], folder)
 
-    def _text_edges(self, factors: FactorSet) -> float:
-        """Edges that carry half of the effect on a next token of the calibration text."""
-        rows = next(self.text.batches(_ROWS))
-        how = {"context": max(1, min(_CONTEXT, rows.shape[1] - 2)), "exclude": self.text.counting.ids or None}
-        return concentration(self.model, factors, rows, **how).edges
-
     # ------------------------------------------------------------------ files
 
     @contextmanager
     def held(self, overwrite: bool) -> Iterator[None]:
-        """The folder is this search's; trials that it holds from an interrupted call are taken over.
+        """Hold the folder for this search, and take over the trials of an interrupted call.
 
         Raises:
             ResumeError: it holds the trials of another search (every difference is named).
@@ -314,26 +317,23 @@ class GoalSearch:
             write_sealed(self.folder / _FILE, {"asked": self.asked, "trials": self.trials})
 
     def saved(self, chosen: Mapping[str, Any], factors: FactorSet | None) -> FactorSet:
-        """The set that was found, with what was tried; in the folder, whose other trials' factors go. What was measured stays, so
-        that the same call again finds its way at once."""
+        """Make the set that was found, with what was tried in its provenance. A folder then holds it, and loses the factors of all
+        trials; their measurements stay, so that the same call finds its way at once."""
         if factors is None:
             path, s = chosen["method"], chosen["s"]
             # Where no trials lie, an earlier call has finished: what the folder holds is the answer.
             finished = self.folder is not None and not (self.folder / _TRIALS).exists()
             factors = self.make(s, self.paths[path], self.folder) if finished else self.made(path, s)
-        found = FactorSet(dict(factors.items()), {**factors.provenance, "goal": self._said(chosen)})
+        goal = {"kl": self.goal.kl, "ce": self.goal.ce, "heldout_tokens": self.heldout.n_counted}
+        goal |= {"chosen": dict(chosen), "trials": list(self.trials)}
+        found = FactorSet(dict(factors.items()), {**factors.provenance, "goal": goal})
         if self.folder is not None:
             found.save(self.folder)
             shutil.rmtree(self.folder / _TRIALS, ignore_errors=True)
         return found
 
-    def _said(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """For the set's provenance."""
-        heldout = {"heldout_tokens": self.heldout.n_counted}
-        return {"kl": self.goal.kl, "ce": self.goal.ce, **heldout, "chosen": dict(chosen), "trials": list(self.trials)}
 
-
-def asked_of(
+def settings_of_search(
     model: Any,
     sites: Sequence[Site],
     goal: Goal,
@@ -341,7 +341,7 @@ def asked_of(
     paths: Mapping[str, Mapping[str, Any]],
     how: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What decides a search, as a file gives it back."""
+    """Everything that decides a search, as a file gives it back."""
     text, heldout = texts
     asked = {
         "goal": str(goal),
@@ -354,10 +354,3 @@ def asked_of(
         "heldout_sha256": heldout.fingerprint(),
     }
     return json.loads(json.dumps(asked, default=str))
-
-
-def _in_figures(f: Fidelity) -> dict[str, Any]:
-    n = len(f.kl_rows)
-    mean = sum(f.kl_rows) / max(n, 1)
-    se = (sum((each - mean) ** 2 for each in f.kl_rows) / (n - 1) / n) ** 0.5 if n > 1 else None
-    return {"KL": f.kl, "KL se": se, "CE delta": f.ce_delta, "CE delta se": f.ce_delta_se}

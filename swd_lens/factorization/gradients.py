@@ -27,7 +27,7 @@ from swd_lens.hosts.predictions import Predictions
 from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import Site, overlapping
 from swd_lens.tasks.streams import TokenStream
-from swd_lens.units import Attachment, attach, attached_at
+from swd_lens.units import attach, attached_at
 from swd_lens.units.factors import Factors
 
 TOKENS = 1_024  # of a forward and its way back
@@ -35,7 +35,7 @@ _WHILE_COLLECTING = "while gradients are taken at its matrices"
 
 
 class AtSite(NamedTuple):
-    """Of one site and a few rows: what it read, and the gradient of the loss by what it wrote.
+    """Activations and gradients at one site, of a few rows.
 
     Attributes:
         read: the activations that enter it; None where they were not asked for.
@@ -81,7 +81,7 @@ def rows_per_pass(stream: TokenStream) -> int:
 def gradient_passes(
     model: Any, sites: Sequence[Site], first_row: Int[Tensor, "1 pos"], *, reads: bool = False
 ) -> Iterator[Pass]:
-    """Inside, a function that runs rows through the dense host and back; sites in its answer are in execution order.
+    """Prepare the dense host; yields a function that runs rows through it and back, and answers in execution order of sites.
 
     Args:
         first_row: of the text; it shows whether attention can be fused.
@@ -90,8 +90,13 @@ def gradient_passes(
     Raises:
         AttachError: a site is attached.
     """
-    host = host_of(model)
-    with frozen(host, _WHILE_COLLECTING), _dense_with_projections(model, sites) as attachment, ExitStack() as stack:
+    host, named = host_of(model), {site.name for site in sites}
+    # A projection in front of every site's product, whatever `sites` are: a packed product adds up gradients in another order
+    # than its parts, so that a call for fewer sites would give other last bits.
+    held = named.union(*(overlapping(name) for name in named))
+    others = [site for site in host.sites() if site.name not in held and attached_at(host, site) is None]
+    empty = {site.name: Factors(torch.zeros(site.d_in, 1), torch.zeros(1, site.d_out)) for site in (*sites, *others)}
+    with frozen(host, _WHILE_COLLECTING), attach(model, empty) as attachment, attachment.dense(), ExitStack() as stack:
         stack.enter_context(fused_attention(host, first_row))
         shown = _Shown(Predictions(host), sites, reads)
         for site in sites:
@@ -99,21 +104,9 @@ def gradient_passes(
         yield shown.gradients
 
 
-@contextmanager
-def _dense_with_projections(model: Any, sites: Sequence[Site]) -> Iterator[Attachment]:
-    """The dense host, with a projection in front of each site's product; and of every other one, whatever `sites` are: a packed
-    product adds up gradients in another order than its parts, so that a call for fewer sites would give other last bits."""
-    host, named = host_of(model), {site.name for site in sites}
-    held = named.union(*(overlapping(name) for name in named))
-    others = [site for site in host.sites() if site.name not in held and attached_at(host, site) is None]
-    empty = {site.name: Factors(torch.zeros(site.d_in, 1), torch.zeros(1, site.d_out)) for site in (*sites, *others)}
-    with attach(model, empty) as attachment, attachment.dense():
-        yield attachment
-
-
 @dataclass
 class _Shown:
-    """What projections read and write in a forward, so that the loss can be differentiated by it."""
+    """Inputs and outputs of projections in a forward, so that the loss can be differentiated by them."""
 
     predictions: Predictions
     sites: Sequence[Site]
@@ -145,7 +138,7 @@ class _Shown:
 
 
 def _cross_entropy(targets: Int[Tensor, "rows prediction"], logits: Tensor) -> Float[Tensor, ""]:
-    """Summed over predictions that count: the others have no target."""
+    """Cross-entropy summed over the predictions that count: the others have no target."""
     log_q = log_probabilities(logits)
     if bool((targets >= 0).all()):
         return cross_entropy(log_q, targets).sum()

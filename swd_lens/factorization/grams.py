@@ -190,9 +190,8 @@ class _Sums:
             self.n_routed[site.name] = self.n_routed.get(site.name, 0) + int(flat.any(1).sum())
         self.of_first.setdefault(site.name, FirstPositions()).add(at_first)
         if site.name not in self.by_site:  # where the site is: layers may lie on several devices
-            self.by_site[site.name] = torch.zeros(
-                site.d_in, site.d_in, dtype=torch.float64, device=_home(site.d_in, flat.device)
-            )
+            device = _home(site.d_in, flat.device)
+            self.by_site[site.name] = torch.zeros(site.d_in, site.d_in, dtype=torch.float64, device=device)
         _add_product(self.by_site[site.name], flat)
         if self.share and not h.is_inference():  # inference tensors have no version
             self.previous = (site, h, h._version)
@@ -259,7 +258,7 @@ class _Sums:
 
 
 class FirstPositions:
-    """What a site reads at the first positions of rows: vectors with the same second moment, no more than twice d_in of them."""
+    """Vectors with the second moment of what a site reads at the first positions of rows, no more than twice d_in of them."""
 
     def __init__(self) -> None:
         self.squares, self._kept = 0.0, list[Tensor]()
@@ -278,7 +277,7 @@ class FirstPositions:
 
 
 def _vectors(h: Tensor, in_double: bool) -> Float[Tensor, "vector d_in"]:
-    """What a site read, one vector per row, in the dtype of products: float64 of a float64 host in any case."""
+    """Vectors that a site read, one per row, in the dtype of products: float64 of a float64 host in any case."""
     flat = h.detach().reshape(-1, h.shape[-1])
     return flat.double() if in_double or flat.dtype == torch.float64 else flat.float()
 
@@ -305,10 +304,8 @@ def _add_product(total: Float[Tensor, "d_in d_in"], flat: Float[Tensor, "vector 
 
 
 def _home(d_in: int, device: torch.device) -> torch.device:
-    """Where a sum sits: beside the activations, or on the CPU if it is large beside the device's free memory."""
-    if device.type == "cpu":
-        return device
-    free = available_bytes(device)
+    """The device of a sum: beside the activations, or the CPU if it is large beside the device's free memory."""
+    free = None if device.type == "cpu" else available_bytes(device)
     return torch.device("cpu") if free is not None and 8 * d_in**2 > _SHARE_OF_DEVICE * free else device
 
 
@@ -316,7 +313,7 @@ def _home(d_in: int, device: torch.device) -> torch.device:
 
 
 class Pair(NamedTuple):
-    """Of one site: the Gram of what it reads, its products with what it reads in the dense host, `Grams.first_share`,
+    """Moments at one site: the Gram of what it reads, its products with what it reads in the dense host, `Grams.first_share`,
     `Grams.first` and (an expert's) `Grams.n_routed`."""
 
     gram: Float[Tensor, "_d_in _d_in"]
@@ -386,7 +383,7 @@ def collect_pairs(
 def _inputs(
     residuals: Residuals, sites: Sequence[Site], tokens: Tensor, start: Start | None, dtype: str
 ) -> dict[str, Float[Tensor, "vector _d_in"]]:
-    """What every site reads, one vector per row."""
+    """Inputs of every site, one vector per row."""
     inputs: dict[str, Tensor] = {}
 
     def keep(site: Site, h: Tensor) -> None:

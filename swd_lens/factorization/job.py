@@ -1,7 +1,7 @@
 """Job: what is to be factorized and how, checked once: the arguments of `factorize`, `estimate` and `allocate`.
 
 1. `Job.of` takes the matrices (matrices.py), refuses what no factorization can be made with, and settles what depends on them: a
-   sparsity and a basis for each, and the precision of Grams.
+   sparsity and a basis for each, and the precision of Grams. The other arguments stay together (options.py).
 2. `with_bases` changes the bases, once text has been looked at (basis.py).
 3. A job says what follows from its arguments: the provenance of the set, the recipe of each matrix (checkpoint.py) and the task
    that its solve is (solve.py).
@@ -14,13 +14,15 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import ShardError, UnknownSiteError, callers_level, legible, quoted
+from swd_lens.base.errors import ShardError, UnknownSiteError, callers_level
 from swd_lens.base.settings import AUTO
 from swd_lens.factorization.checkpoint import Recipe, Shard, host_fingerprint
 from swd_lens.factorization.gradients import require_loss
 from swd_lens.factorization.matrices import affordable, basis_asked, basis_of_each, matrices_of, sparsity_of_each
+from swd_lens.factorization.options import SolveOptions
 from swd_lens.factorization.solve import SolveTask, naming
 from swd_lens.factorization.stages import Calibrated
 from swd_lens.hosts import find_sites, host_of, matrix_entries
@@ -31,10 +33,7 @@ from swd_lens.solver.budget import edges
 from swd_lens.solver.validate import resolve_units
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import probe_tokens
-from swd_lens.units.factors import Factors
 from swd_lens.units.match import weight_fingerprint
-
-CALIBRATIONS = ("sequential", "corrected", "per_block", "dense")
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,11 @@ class Job:
         sites: in execution order.
         tokens: calibration tokens, or (rows, pos) of tokens that are not there yet; None for zero-data.
         sparsities: site name -> s.
-        calibration, preset, units, batch_size, device, weigh_outputs: as for `factorize`.
-        options: the solver's, the same for all matrices.
+        how: the other arguments.
+        gram_dtype: of the Grams, decided.
         bases: site name -> basis, of those that are not solved with the preset's own.
         basis_by_text: whether the text may say more of them: "asked" (the caller's "auto"), "default", or "no".
         told: what the text has said (basis.py), as plain values; empty until it has.
-        gram_dtype: of the Grams.
         shard: the part of a larger job that this one is.
     """
 
@@ -59,18 +57,12 @@ class Job:
     sites: tuple[Site, ...]
     tokens: TokenStream | tuple[int, int] | None
     sparsities: Mapping[str, float]
-    calibration: str
-    preset: str
-    units: int | float | str | None
-    batch_size: int
+    how: SolveOptions
     gram_dtype: Literal["float32", "float64"]
-    options: Mapping[str, Any]
     bases: Mapping[str, str]
-    device: str | torch.device | None = None
-    shard: Shard | None = None
-    weigh_outputs: bool = False
     basis_by_text: Literal["asked", "default", "no"] = "no"
     told: Mapping[str, Any] = field(default_factory=dict)
+    shard: Shard | None = None
 
     @classmethod
     def of(
@@ -78,23 +70,14 @@ class Job:
         model: Any,
         sites: Pattern,
         tokens: TokenStream | tuple[int, int] | None,
-        *,
         sparsity: float | int | Mapping[str, float],
-        preset: str,
-        units: int | float | str | None,
-        options: Mapping[str, Any],
-        calibration: str = "sequential",
-        batch_size: int = 16,
-        gram_dtype: str = "auto",
-        device: str | torch.device | None = None,
-        weigh_outputs: bool = False,
+        how: SolveOptions,
     ) -> "Job":
         """The job of these arguments; `model` is a host, or shapes as `estimate` takes them.
 
         Raises:
             UnknownSiteError, UnsupportedHostError: bad sites or host.
-            ValueError: bad shapes, sparsities or solver options (the site is named), or settings with which no pass over the
-                tokens can be made.
+            ValueError: bad shapes, sparsities or solver options (the site is named), or outputs that cannot be weighed.
         """
         shapes_only = isinstance(model, Mapping | Sequence)
         matrices = matrices_of(model, sites) if shapes_only else tuple(find_sites(model, sites))
@@ -104,76 +87,53 @@ class Job:
                     f"{site.name} is a whole MLP, not one matrix; name {', '.join(PACKED['mlp'])} instead (only "
                     "transcoders stand there)"
                 )
-        if calibration not in CALIBRATIONS:
-            raise ValueError(
-                f"calibration must be one of {', '.join(map(repr, CALIBRATIONS))}, got {quoted(calibration)}"
-            )
-        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-            raise ValueError(f"batch_size={quoted(batch_size)}: give how many rows run in one forward, 1 or more")
-        if gram_dtype not in ("auto", "float32", "float64"):
-            raise ValueError(f"gram_dtype={quoted(gram_dtype)}: give 'auto', 'float32' or 'float64'")
-        if weigh_outputs and tokens is None:
+        if how.weigh_outputs and tokens is None:
             raise ValueError(
                 "weigh_outputs=True needs calibration tokens: gradients are those of the loss on text; give tokens="
             )
-        if weigh_outputs and isinstance(tokens, TokenStream) and not shapes_only:
+        if how.weigh_outputs and isinstance(tokens, TokenStream) and not shapes_only:
             require_loss(model, tokens)
-        if device is not None:
-            _check_device(device)  # before anything is calibrated, not after
         sparsities = sparsity_of_each(matrices, sparsity)
-        own_options = {name: value for name, value in options.items() if name != "basis"}
-        basis = basis_asked(preset, units, options)
+        basis = basis_asked(how.preset, how.units, how.solver)
         bases = basis_of_each(matrices, basis)
         by_text: Literal["asked", "default", "no"] = "no"
         if basis == AUTO:
-            bases, by_text = affordable(matrices, bases, sparsities), "asked" if "basis" in options else "default"
+            bases, by_text = affordable(matrices, bases, sparsities), "default" if how.basis is None else "asked"
+        job = cls(None if shapes_only else model, matrices, tokens, sparsities, how, "float32", bases, by_text)
         # Factors of a float32 Gram differ between processors though they are solved in float64 (6 of 16 factorizations of the
         # embedded model; of a float64 Gram none).
         with naming(matrices[0]):
-            specs = [resolve(preset, options_of(site, own_options, bases)) for site in matrices]
-        solved_in_double = all(
-            spec.precision_for(site.d_in, site.d_out) == "float64" for spec, site in zip(specs, matrices, strict=True)
-        )
-        double = gram_dtype == "float64" or (gram_dtype == "auto" and solved_in_double)
-        return cls(
-            None if shapes_only else model,
-            matrices,
-            tokens,
-            sparsities,
-            calibration,
-            preset,
-            units,
-            batch_size,
-            "float64" if double else "float32",
-            own_options,
-            bases,
-            device,
-            weigh_outputs=weigh_outputs,
-            basis_by_text=by_text,
-        )
+            precisions = {job.preset_of(site).precision_for(site.d_in, site.d_out) for site in matrices}
+        double = how.gram_dtype == "float64" or (how.gram_dtype == AUTO and precisions == {"float64"})
+        return replace(job, gram_dtype="float64") if double else job
 
     def with_bases(self, told: Mapping[str, Any]) -> "Job":
-        """The same job with the bases that a text has chosen for its sites (`BasisChoice.told`)."""
+        """Take the bases that a text has chosen for the sites (`BasisChoice.told`)."""
         bases = affordable(self.sites, basis_of_each(self.sites, told["chosen"]), self.sparsities)
         return replace(self, bases=bases, told=told)
 
-    def options_of(self, site: Site) -> dict[str, Any]:
-        """The solver's options for one matrix."""
-        return options_of(site, self.options, self.bases)
+    def settings_of(self, site: Site) -> dict[str, Any]:
+        """The solver's settings for one matrix: those for all, and its basis where it has one of its own."""
+        own = {"basis": self.bases[site.name]} if site.name in self.bases else {}
+        return {**self.how.settings, **own}
+
+    def preset_of(self, site: Site) -> AnySpec:
+        """The preset with those settings, not yet decided for the matrix's shape."""
+        return resolve(self.how.preset, self.settings_of(site))
 
     def spec(self, site: Site) -> AnySpec:
-        """The solver's settings for one matrix."""
-        spec = resolve(self.preset, self.options_of(site))
-        return spec.for_matrix(site.d_in, site.d_out, self.width(site), calibrated=self.tokens is not None)
+        """All settings of the solver, decided for one matrix."""
+        calibrated = self.tokens is not None
+        return self.preset_of(site).for_matrix(site.d_in, site.d_out, self.width(site), calibrated=calibrated)
 
     def width(self, site: Site) -> int:
         """The number of units of one matrix."""
-        return resolve_units(self.units, site.d_in, site.d_out, resolve(self.preset, self.options_of(site)))
+        return resolve_units(self.how.units, site.d_in, site.d_out, self.preset_of(site))
 
     @property
     def kind(self) -> str:
         """Where Grams come from: "sequential", "corrected", "per_block", "dense", or "zero-data"."""
-        return self.calibration if self.tokens is not None else "zero-data"
+        return self.how.calibration if self.tokens is not None else "zero-data"
 
     @property
     def chained(self) -> bool:
@@ -213,11 +173,11 @@ class Job:
         widest = max(self.sites, key=lambda site: site.d_in)
         if self.tokens is None or self.n_tokens >= widest.d_in:
             return
-        share = resolve(self.preset, self.options_of(widest)).shrinkage_for(self.n_tokens, widest.d_in)
+        share = self.preset_of(widest).shrinkage_for(self.n_tokens, widest.d_in)
         remedy = (
             f"shrinkage {share:.3g} is applied to it (settings['shrinkage'])"
             if share > 0
-            else f"preset {self.preset!r} applies no shrinkage here, so the factors will fit these tokens only"
+            else f"preset {self.how.preset!r} applies no shrinkage here, so the factors will fit these tokens only"
         )
         warnings.warn(
             UserWarning(
@@ -241,31 +201,37 @@ class Job:
         return replace(self, sites=tuple(shard.of(self.sites, flops)), shard=shard)
 
     def provenance(self) -> dict[str, Any]:
-        """Of the whole set."""
-        provenance = {
+        """Provenance of the whole set."""
+        provenance: dict[str, Any] = {
             "swd_lens": __version__,
             "model": str(self.model.cfg.model_name),
             "sparsity": self.sparsity,
-            "preset": self.preset,
+            "preset": self.how.preset,
             "calibration": self.kind,
             "tokens": self.n_tokens,
             **({} if self.stream is None else self.stream.about(self.model)),
             "matrix_entries": matrix_entries(host_of(self.model)),
-            **self._weighing(),
-            **self._why_basis(),
-            **standing_hooks(self.model),
+            **({"weigh_outputs": True} if self.how.weigh_outputs else {}),
         }
+        if self.basis_by_text != "no":  # the caller left it open
+            provenance["basis"] = {"by": "kind of matrix", **self.told}
+        provenance |= standing_hooks(self.model)
         if self.shard is not None:  # what enters its sites depends on other shards' factors
             return {**provenance, "shard": str(self.shard)}
         return {**provenance, "probe_tokens": self.probe_tokens, "probe_sites": [site.name for site in self.sites]}
 
     def recipes(self) -> dict[str, Recipe]:
-        """What decides each site's factors, but for the factors before it (see checkpoint.py)."""
-        shared: dict[str, Any] = {"swd_lens": __version__, "preset": self.preset}
-        shared |= {"units": self.units, "calibration": self.kind, **self._weighing()}
+        """Site name -> everything that decides its factors, but for the factors before it (see checkpoint.py)."""
+        how = self.how
+        shared: dict[str, Any] = {"swd_lens": __version__, "preset": how.preset}
+        shared |= {
+            "units": how.units,
+            "calibration": self.kind,
+            **({"weigh_outputs": True} if how.weigh_outputs else {}),
+        }
         if self.stream is not None:
             shared["tokens_sha256"] = self.stream.fingerprint()
-            shared["batch_size"] = self.batch_size  # the order of a sum
+            shared["batch_size"] = how.batch_size  # the order of a sum
             if not self.stream.counting.all:
                 shared["exclude"] = list(self.stream.counting.ids)
             shared["host_sha256"] = host_fingerprint(self.model, self.model.cfg)
@@ -283,16 +249,6 @@ class Job:
             for site in self.sites
         }
 
-    def _weighing(self) -> dict[str, bool]:
-        """Said only where outputs are weighed: what was made before knows no such word."""
-        return {"weigh_outputs": True} if self.weigh_outputs else {}
-
-    def _why_basis(self) -> dict[str, Any]:
-        """What chose the basis, where the caller did not."""
-        if self.basis_by_text == "no":
-            return {}
-        return {"basis": {"by": "kind of matrix", **self.told}}
-
     def file_bytes(self) -> dict[str, int]:
         """Site -> bytes of its file: 8 an edge, and about ten vectors of its width (integrity.py)."""
         return {
@@ -302,40 +258,28 @@ class Job:
 
     def task(self, site: Site, calibrated: Calibrated | None, peak_bytes: int) -> SolveTask:
         """The solve of one matrix, or of its target."""
-        gram, target, outputs = (
-            (None, None, None) if calibrated is None else (calibrated.gram, calibrated.target, calibrated.output_gram)
-        )
-        weight = host_of(self.model).weight(site) if target is None else target
+
+        def there(matrix: Tensor | None) -> Tensor | None:
+            return matrix if matrix is None or self.how.device is None else matrix.to(self.how.device)
+
+        seen = Calibrated(None, None, 0.0) if calibrated is None else calibrated
+        weight = there(host_of(self.model).weight(site) if seen.target is None else seen.target)
+        assert weight is not None
         return SolveTask(
             site=site.name,
-            weight=weight if self.device is None else weight.to(self.device),
-            gram=gram if gram is None or self.device is None else gram.to(self.device),
+            weight=weight,
+            gram=there(seen.gram),
             sparsity=self.sparsities[site.name],
-            preset=self.preset,
-            units=self.units,
-            tokens=None if calibrated is None or gram is None else calibrated.n_routed or self.n_tokens,
-            options=self.options_of(site),
+            preset=self.how.preset,
+            units=self.how.units,
+            tokens=None if seen.gram is None else seen.n_routed or self.n_tokens,
+            options=self.settings_of(site),
             bytes=peak_bytes,
-            first=None if calibrated is None else calibrated.first,
-            output_gram=outputs if outputs is None or self.device is None else outputs.to(self.device),
+            first=seen.first,
+            output_gram=there(seen.output_gram),
         )
 
-    def remembering(self, site: Site, f: Factors) -> Factors:
-        """Factors with the host's dense weight, where that is no copy of another dtype's."""
+    def remembered(self, site: Site) -> Tensor | None:
+        """The host's dense weight, where factors remember it: it is no copy of another dtype's."""
         dtype = next(self.model.parameters()).dtype
-        return replace(f, weight=host_of(self.model).weight(site) if dtype == torch.float32 else None)
-
-
-def options_of(site: Site, options: Mapping[str, Any], bases: Mapping[str, str]) -> dict[str, Any]:
-    """The solver's options for one matrix: those for all, and its basis where it has one of its own."""
-    return {**options, "basis": bases[site.name]} if site.name in bases else dict(options)
-
-
-def _check_device(device: str | torch.device) -> None:
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as cause:
-        why = (str(cause).splitlines() or [type(cause).__name__])[0]
-        raise ValueError(
-            f"device={quoted(str(device))} cannot be used here: {legible(why)}. None solves where the host is"
-        ) from cause
+        return host_of(self.model).weight(site) if dtype == torch.float32 else None

@@ -83,7 +83,7 @@ def sparsity_of_each(sites: Sequence[Site], sparsity: float | int | Mapping[str,
 def basis_asked(preset: str, units: Any, options: Mapping[str, Any]) -> Any:
     """The caller's basis, or the default: "auto" where the solver is ours and the number of units is left to it, else the
     preset's own."""
-    if "basis" in options:
+    if options.get("basis") is not None:
         return options["basis"]
     ours = isinstance(PRESETS.get(preset), AnnealSpec)
     return AUTO if ours and units is None and not any(name in options for name in _OF_THE_SHORT_SIDE) else None

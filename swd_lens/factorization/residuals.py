@@ -44,7 +44,7 @@ class _AllHaveRead(Exception):
 
 
 class Residuals:
-    """What enters block `layer` for every batch of a stream; a context manager, whose files go at its end.
+    """Residuals that enter block `layer`, for every batch of a stream; a context manager, whose files go at its end.
 
     Units that are attached or taken out before block `layer` after an `advance` are not seen any more: attach what belongs
     there first, as sequential calibration does.
@@ -142,13 +142,13 @@ class Residuals:
             old.path.unlink(missing_ok=True)
 
     def _advanced(self, tokens: Tensor, start: Start | None, layer: int) -> Tensor:
-        """What enters `layer`, from where a run takes up."""
+        """Run tokens on to block `layer`, from where they take up."""
         return self.host.residual(
             tokens, layer, start=Start(0, self.host.residual(tokens, 0)) if start is None else start
         )
 
     def _written(self, layer: int, stack: ExitStack) -> "tuple[_Kept, Start, frozenset[str]] | None":
-        """What enters `layer`, of all batches in a new file and of the first row, and the sites that the row has shown once.
+        """Residuals that enter `layer`: of all batches in a new file, of the first row; and the sites that it has shown once.
 
         None where it cannot be kept.
         """
@@ -165,9 +165,18 @@ class Residuals:
                     self.why_not = self._objection(tokens[:1], row, shown)
                     if self.why_not is not None:
                         return None
-                    once = _shown_once(shown, tokens[:1].numel())
+                    # Sites that read one vector per token, in one call.
+                    calls, n_tokens = Counter(site.name for site, _ in shown), tokens[:1].numel()
+                    once = frozenset(
+                        site.name for site, h in shown if calls[site.name] == 1 and h.numel() == n_tokens * site.d_in
+                    )
                     new = _Kept(self._temporary_folder() / f"layer-{layer}", residual)
-                if not self._has_room_for(new, residual):
+                try:
+                    new.add(residual)
+                except OSError:  # others have filled the disk meanwhile
+                    free = shutil.disk_usage(self._temporary_folder()).free
+                    needed = self.stream.n_tokens * residual.shape[-1] * residual.element_size()
+                    self.why_not = self._disk_too_small(needed, free)
                     new.path.unlink(missing_ok=True)
                     return None
         except BaseException:
@@ -201,15 +210,6 @@ class Residuals:
             return f"this host's runs from block {start.layer} are not those from the tokens, to the bit"
         return None
 
-    def _has_room_for(self, kept: "_Kept", residual: Tensor) -> bool:
-        """Adds one batch; False where others have filled the disk meanwhile."""
-        try:
-            kept.add(residual)
-        except OSError:
-            needed = self.stream.n_tokens * residual.shape[-1] * residual.element_size()
-            self.why_not = self._disk_too_small(needed, shutil.disk_usage(self._temporary_folder()).free)
-        return self.kept
-
     def _disk_too_small(self, needed: int, free: int) -> str:
         """Why nothing is kept, after a warning; bytes."""
         n_tokens, folder = self.stream.n_tokens, self._made_in()
@@ -224,7 +224,7 @@ class Residuals:
         return f"residuals of {n_tokens} tokens need {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are free"
 
     def _inputs(self, tokens: Tensor, layer: int, start: Start | None) -> "_Shown":
-        """What the sites of a block read, in the order of the run; sites that it does not show are missing."""
+        """Inputs of a block's sites, in the order of the run; sites that it does not show are missing."""
         inputs: _Shown = []
         sites = [site for site in self.host.sites() if site.layer == layer]
         with self.host.inputs(sites, lambda site, h: inputs.append((site, h.clone()))):
@@ -234,12 +234,6 @@ class Residuals:
 
 # Sites and what they read, in the order of a run; a site that reads twice is there twice.
 _Shown = list[tuple[Site, Tensor]]
-
-
-def _shown_once(shown: _Shown, n_tokens: int) -> frozenset[str]:
-    """Names of the sites that read one vector per token, in one call."""
-    calls = Counter(site.name for site, _ in shown)
-    return frozenset(site.name for site, h in shown if calls[site.name] == 1 and h.numel() == n_tokens * site.d_in)
 
 
 class _Kept:

@@ -9,7 +9,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -21,7 +21,7 @@ from swd_lens import solver
 from swd_lens.base.errors import SolveInputError
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.solver import DEFAULT_PRESET, OnIteration
-from swd_lens.units.factors import Factors
+from swd_lens.units.factors import Factors, relmse_of
 
 # What torch's own CPU allocations are aligned to.
 _ALIGNED = 64
@@ -49,23 +49,18 @@ def solve(
     Returns:
         Factors on the weight's device; `settings` holds every value used and the entries kept, `weight` the float32 W.
     """
-    solution = solver.solve(
-        weight,
-        gram,
-        sparsity,
-        preset=preset,
-        units=units,
-        tokens=tokens,
-        output_gram=output_gram,
-        on_iteration=on_iteration,
-        **overrides,
-    )
+    how: dict[str, Any] = {"preset": preset, "units": units, "tokens": tokens, "output_gram": output_gram, **overrides}
+    found = solver.solve(weight, gram, sparsity, on_iteration=on_iteration, **how)
+    return Factors(found.read, found.write, found.settings, made_by(found.solver), found.weight)
+
+
+def made_by(solver_name: str) -> dict[str, str]:
+    """The beginning of every provenance: the algorithm, and this package's version."""
     try:
         version = metadata.version("swd-lens")
     except metadata.PackageNotFoundError:  # a source tree on the path, not installed
         version = "unknown"
-    provenance = {"solver": solution.solver, "version": version}
-    return Factors(solution.read, solution.write, solution.settings, provenance, solution.weight)
+    return {"solver": solver_name, "version": version}
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class SolveTask:
         output_gram: (d_out, d_out), or None: all outputs count the same.
         first: (vector, d_in), the Gram's part from first positions, see `Grams.first`; None where there is no Gram.
         sparsity, preset, units, tokens, options: as for `swd_lens.solve`.
-        bytes: working memory that the solve will need, see `swd_lens.solver.budget`; 0 if unknown. Schedulers go by it.
+        bytes: working memory that the solve will need, see `swd_lens.solver.cost`; 0 if unknown. Schedulers go by it.
     """
 
     site: str
@@ -97,17 +92,22 @@ class SolveTask:
 
 @dataclass(frozen=True)
 class Solved:
-    """What came of a task.
+    """The outcome of a task, from which `Factors` are made where their host is known (factorize.py).
 
     Attributes:
         site: the task's.
-        factors: on the task's device. `weight` is the task's own tensor, None where another process solved it.
+        read, write: (d_in, unit) and (unit, d_out), float32, on the task's device.
+        settings: every value used, and the entries kept.
+        solver: name of the algorithm.
         relmse: under the task's Gram; relative_frobenius: without it. See `Factors.relmse`.
         relmse_of_others: under the Gram without first positions; None where there is none.
     """
 
     site: str
-    factors: Factors
+    read: Float[Tensor, "d_in unit"]
+    write: Float[Tensor, "unit d_out"]
+    settings: Mapping[str, Any]
+    solver: str
     relmse: float
     relative_frobenius: float
     relmse_of_others: float | None = None
@@ -123,22 +123,15 @@ def solve_task(task: SolveTask, on_iteration: OnIteration | None = None) -> Solv
     gram, output_gram = (
         None if each is None else _laid_out(each.detach(), each.dtype) for each in (task.gram, task.output_gram)
     )
+    how: dict[str, Any] = {"preset": task.preset, "units": task.units, "tokens": task.tokens, **task.options}
     with naming(f"{task.site} {tuple(task.weight.shape)}"):
-        f = solve(
-            weight,
-            gram,
-            task.sparsity,
-            preset=task.preset,
-            units=task.units,
-            tokens=task.tokens,
-            output_gram=output_gram,
-            on_iteration=on_iteration,
-            **task.options,
-        )
-    f = replace(f, read=(f.read + 0.0).contiguous(), write=(f.write + 0.0).contiguous())
-    relmse, relative_frobenius = f.relmse(gram), f.relative_frobenius()
-    others = f.relmse(gram, without=task.first) if task.first is not None and len(task.first) else None
-    return Solved(task.site, replace(f, weight=task.weight.detach()), relmse, relative_frobenius, others)
+        found = solver.solve(weight, gram, task.sparsity, output_gram=output_gram, on_iteration=on_iteration, **how)
+    read, write = ((factor + 0.0).contiguous() for factor in (found.read, found.write))
+    others = None
+    if task.first is not None and len(task.first):
+        others = relmse_of(read, write, found.weight, gram, without=task.first)
+    errors = relmse_of(read, write, found.weight, gram), relmse_of(read, write, found.weight) ** 0.5, others
+    return Solved(task.site, read, write, found.settings, found.solver, *errors)
 
 
 @contextmanager

@@ -26,8 +26,8 @@ from torch import Tensor
 from swd_lens.base.errors import callers_level
 from swd_lens.base.interrupts import joint
 from swd_lens.base.undo import Undo
-from swd_lens.factorization.calibration_text import CalibrationText
-from swd_lens.factorization.grams import Grams, Pair, collect_grams, collect_pairs, corrected
+from swd_lens.factorization.calibration_text import CalibrationText, KnownGrams
+from swd_lens.factorization.grams import Grams, collect_grams, collect_pairs, corrected
 from swd_lens.factorization.output_grams import collect_output_grams
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import host_of
@@ -43,7 +43,7 @@ _READS_MLP_INPUT = ("mlp_gate", "mlp_in")
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What calibration says of one matrix.
+    """Results of calibration for one matrix.
 
     Attributes:
         gram: (d_in, d_in); None: of an expert to which no token was routed.
@@ -88,7 +88,13 @@ def stages_of(sites: Sequence[Site], kind: str, gram_bytes: int = GRAM_BYTES) ->
     if kind == "per_block":
         return [tuple(block) for _, block in groupby(sites, lambda site: site.layer)]
     if kind in ("sequential", "corrected"):
-        shared = [tuple(same) for _, same in groupby(sites, _input_of)]
+
+        def input_of(site: Site) -> tuple[int, str]:
+            kind = base_kind(site.kind)
+            same = next((kinds for kinds in (READS_ATTENTION_INPUT, _READS_MLP_INPUT) if kind in kinds), (kind,))
+            return site.layer, same[0]
+
+        shared = [tuple(same) for _, same in groupby(sites, input_of)]
         return [stage for same in shared for stage in _with_room(same, gram_bytes)]
     return _with_room(sites, gram_bytes)
 
@@ -115,15 +121,6 @@ def with_room(sites: Sequence[Site], later: Sequence[Site]) -> list[Site]:
             break
         together.append(site)
     return together
-
-
-def _input_of(site: Site) -> tuple[int, str]:
-    """The same for sites of which none can change what another reads."""
-    kind = base_kind(site.kind)
-    for shared in (READS_ATTENTION_INPUT, _READS_MLP_INPUT):
-        if kind in shared:
-            return site.layer, shared[0]
-    return site.layer, kind
 
 
 class ReplacedHost:
@@ -162,7 +159,7 @@ class ReplacedHost:
         # Of the host without factors: what it is now.
         text = stream if isinstance(stream, CalibrationText) else None
         self._weighed, self._output_grams = list(weighed), dict[str, Tensor]()
-        self._known = None if text is None else text.of_host(model, batch_size, dtype)
+        self._known = None if text is None else KnownGrams(text, model, batch_size, dtype)
 
     def __enter__(self) -> "ReplacedHost":
         return self
@@ -180,7 +177,7 @@ class ReplacedHost:
         self._attachments.append(attachment)
 
     def calibrate(self, sites: Sequence[Site], progress: bool = False) -> dict[str, Calibrated]:
-        """What calibration says of the sites: see `_inputs` and `_outputs`."""
+        """Calibrate the sites: see `_inputs` and `_outputs`."""
         calibrated = self._inputs(sites, progress)
         if not self._weighed:
             return calibrated
@@ -208,7 +205,16 @@ class ReplacedHost:
             pairs = collect_pairs(sites, replaced, dense, self._dense, progress=progress, dtype=self.dtype)
             n_routed = {name: pair.n_routed for name, pair in pairs.items() if pair.n_routed is not None}
             warn_of_few_routed(sites, n_routed, replaced.stream.n_counted)
-            return {site.name: self._with_target(site, pairs.pop(site.name)) for site in sites}
+            calibrated: dict[str, Calibrated] = {}
+            for site in sites:
+                pair = pairs.pop(site.name)
+                if pair.n_routed == 0:
+                    calibrated[site.name] = Calibrated(None, None, 0.0, n_routed=0)
+                    continue
+                target = corrected(host_of(self.model).weight(site), pair.gram, pair.cross)
+                gram = pair.gram if self.dtype == "float64" else pair.gram.float()
+                calibrated[site.name] = Calibrated(gram, target, pair.first_share, pair.first, pair.n_routed)
+            return calibrated
         with self._dense() if self.kind == "dense" else ExitStack():
             if self._known is not None and (self.kind == "dense" or not self._attachments):
                 known = self._known.collect(sites, progress)
@@ -227,15 +233,8 @@ class ReplacedHost:
         warn_of_few_routed(sites, grams.n_routed, grams.n_tokens)
         return {site.name: _calibrated(grams, site.name) for site in sites}
 
-    def _with_target(self, site: Site, pair: Pair) -> Calibrated:
-        if pair.n_routed == 0:
-            return Calibrated(None, None, 0.0, n_routed=0)
-        target = corrected(host_of(self.model).weight(site), pair.gram, pair.cross)
-        gram = pair.gram if self.dtype == "float64" else pair.gram.float()
-        return Calibrated(gram, target, pair.first_share, pair.first, pair.n_routed)
-
     def _at(self, layer: int, host: Literal["replaced", "dense"]) -> Residuals:
-        """What enters a layer of the host as it is, or of the dense host; not moved forward where it would not be used again."""
+        """Residuals of the host as it is, or dense, at a layer; not moved forward where they would not be used again."""
         if host not in self._residuals:
             residuals = Residuals(self.model, self.stream, self.batch_size, self.scratch)
             self._undo.push(residuals.close)

@@ -4,7 +4,7 @@
 2. anneal.py: the solver of presets best, quick, thorough and deep, with start.py, pieces.py, swaps.py, span.py, metric.py,
    support.py, births.py, refine.py and rotate.py; dsf.py: the paper's; prune.py, svd_prune.py: pruning alone.
 3. solve.py: the call that goes through these.
-4. budget.py: how many operations and bytes a call takes.
+4. cost.py: how many operations and bytes a call takes.
 """
 
 from swd_lens.base.errors import (
@@ -17,7 +17,8 @@ from swd_lens.base.errors import (
     WeightError,
 )
 from swd_lens.solver.automatic import DOUBLE_UP_TO
-from swd_lens.solver.budget import Budget, Cost, cost, plan_budget, plan_shares, realised
+from swd_lens.solver.budget import Budget, plan_budget, plan_shares, realised
+from swd_lens.solver.cost import Cost, cost
 from swd_lens.solver.presets import DEFAULT_PRESET, PRESETS, AnySpec, resolve
 from swd_lens.solver.solve import Solution, canonical, solve
 from swd_lens.solver.spec import BASES, AnnealSpec, DsfSpec, OnIteration, PruneSpec, SolveSpec, Step, SvdPruneSpec

@@ -41,7 +41,7 @@ from swd_lens.solver import wide
 from swd_lens.solver.automatic import DOUBLE_UP_TO, automatic_rho_end
 from swd_lens.solver.births import reinit_unused_units
 from swd_lens.solver.budget import Budget
-from swd_lens.solver.metric import Metric, power_of_two
+from swd_lens.solver.metric import Metric
 from swd_lens.solver.refine import Matrix, refine
 from swd_lens.solver.rotate import rotated
 from swd_lens.solver.spec import AUTO, AnnealSpec, OnIteration, Step
@@ -70,7 +70,7 @@ BORN = (0.1, 0.88)
 
 @dataclass(frozen=True)
 class Phase:
-    """What one alternation works with.
+    """Settings of one alternation.
 
     Attributes:
         blend, rho, ridge, steps: g, the penalty, the ridge, ADMM steps.
@@ -118,9 +118,7 @@ def factorize(
     Raises:
         GramError: G is not positive semi-definite.
     """
-    scale = power_of_two(weight)
-    metric = Metric.of(None if gram is None else gram / power_of_two(gram.diagonal()), weight, shrinkage)
-    target = (weight / scale).mul_(metric.scale)
+    metric, target, scale = Metric.scaled(weight, gram, shrinkage)
     if spec.rho_end == AUTO:
         sparsity, least_share = 1 - budget.total / target.numel(), min(budget.square, budget.other) / budget.total
         calibrated = metric.matrix is not None
@@ -292,16 +290,13 @@ def update_read(
         normal.diagonal().add_(phase.ridge)
         if phase.blend > 0:
             solve = _kronecker_solver(metric, normal, phase)
+        elif sparse is None:
+            inverse = _inverse(normal, phase.rho)
+            solve = lambda right, out: (torch.mm(right, inverse, out=out), right)  # noqa: E731
         else:
-            solve = _right_solver(normal, phase) if sparse is None else wide.cholesky_right_solver(normal, phase.rho)
+            solve = wide.cholesky_right_solver(normal, phase.rho)
     rhs = torch.mm(goal, unit.T, out=work.shaped(0, block.factor))
     _admm(block, norm.unsqueeze(0), rhs, solve, phase, work, unit_dim=1)
-
-
-def _right_solver(normal: Float[Tensor, "unit unit"], phase: Phase) -> Solve:
-    """Solves X N + rho X = R."""
-    inverse = _inverse(normal, phase.rho)
-    return lambda right, out: (torch.mm(right, inverse, out=out), right)
 
 
 def _kronecker_solver(metric: Metric, normal: Float[Tensor, "unit unit"], phase: Phase) -> Solve:

@@ -1,4 +1,4 @@
-"""What the settings leave to the matrix ("auto"), with what each rule was measured against.
+"""Rules for settings that are left to the matrix ("auto"), with what each was measured against.
 
 1. By its shape: precision (`DOUBLE_UP_TO`), and by that the number of alternations (`automatic_alternations`), where in them
    the full Gram begins (`GRAM_FROM`), and how far budgets move (`automatic_balance`).

@@ -79,7 +79,7 @@ def factorize(
 
 
 def _scale(values: Float[Tensor, "*shape"], spec: DsfSpec) -> float:
-    """What to divide W or diag G by before solving: nothing, while the reference's absolute floors are harmless."""
+    """The number to divide W or diag G by before solving: 1, while the reference's absolute floors are harmless."""
     largest = float(values.abs().max())
     if spec.arithmetic == "reference" and HARMLESS_RANGE[0] <= largest <= HARMLESS_RANGE[1]:
         return 1.0
@@ -111,20 +111,17 @@ def alternate(
     other = Block(pruned, torch.zeros_like(pruned, memory_format=torch.contiguous_format), budget.other)
     del eye, pruned
     work = Workspace.of(square.factor, other.factor, buffers=4)
+
+    def error() -> float:  # as far as the alternation sees it: under the Gram's diagonal
+        return float((short_long - square.factor.T @ other.factor).square().sum() / short_long.square().sum())
+
     for t in range(spec.outer_iterations):
         rho_start = spec.rho_start(t)
         update(square, other.factor, short_long.T, rho_start, spec, work)
         update(other, square.factor, short_long, rho_start, spec, work)
         if on_iteration is not None:
-            on_iteration(Step(t + 1, spec.outer_iterations, lambda: _error(short_long, square.factor, other.factor)))
+            on_iteration(Step(t + 1, spec.outer_iterations, error))
     return (other.factor, square.factor) if tall else (square.factor, other.factor)
-
-
-def _error(
-    target: Float[Tensor, "short long"], square: Float[Tensor, "unit short"], other: Float[Tensor, "unit long"]
-) -> float:
-    """The relMSE as far as the alternation sees it: under the Gram's diagonal."""
-    return float((target - square.T @ other).square().sum() / target.square().sum())
 
 
 def _support(

@@ -49,15 +49,32 @@ class Metric:
         if gram is None:
             return cls(None, weight.new_ones(weight.shape[0], 1))
         matrix, scale = correlations(gram)
-        shrunk = _shrink_scale(scale, shrinkage)
+        live, shrunk = scale > 0, scale
+        if shrinkage > 0:
+            mean = scale[live].log().mean()
+            logs = (1 - shrinkage) * torch.where(live, scale, 1.0).log() + shrinkage * mean
+            shrunk = torch.where(live, torch.exp(logs), 0.0)  # dead inputs stay 0
         # Nothing but the ones of the live inputs' diagonal: dead inputs must not make room for off-diagonal entries.
-        if int(matrix.count_nonzero()) == int((scale > 0).sum()):
+        if int(matrix.count_nonzero()) == int(live.sum()):
             return cls(None, shrunk)
         require_positive(matrix)
         if shrinkage == 1:
             return cls(None, shrunk)
         matrix.mul_(1 - shrinkage).diagonal().add_(shrinkage)
         return cls(matrix, shrunk)
+
+    @classmethod
+    def scaled(
+        cls, weight: Float[Tensor, "d_in d_out"], gram: Float[Tensor, "d_in d_in"] | None, shrinkage: float | int
+    ) -> tuple["Metric", Float[Tensor, "d_in d_out"], float]:
+        """The metric, the target in its coordinates, and the power of two that was taken out of the weight.
+
+        Raises:
+            GramError: G is not positive semi-definite.
+        """
+        scale = power_of_two(weight)
+        metric = cls.of(None if gram is None else gram / power_of_two(gram.diagonal()), weight, shrinkage)
+        return metric, (weight / scale).mul_(metric.scale), scale
 
     def weigh(
         self,
@@ -88,15 +105,6 @@ class Metric:
         assert self.matrix is not None
         values, vectors = torch.linalg.eigh(self.matrix)
         return values.clamp_min_(0), vectors
-
-
-def _shrink_scale(scale: Float[Tensor, "d_in 1"], shrinkage: float | int) -> Float[Tensor, "d_in 1"]:
-    """v^(1 - shrinkage) times the geometric mean of the live ones to the shrinkage; dead inputs stay 0."""
-    if shrinkage == 0:
-        return scale
-    live = scale > 0
-    mean = scale[live].log().mean()
-    return torch.where(live, torch.exp((1 - shrinkage) * torch.where(live, scale, 1.0).log() + shrinkage * mean), 0.0)
 
 
 def correlations(gram: Float[Tensor, "d_in d_in"]) -> tuple[Float[Tensor, "d_in d_in"], Float[Tensor, "d_in 1"]]:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.solver.metric import Metric, correlations, power_of_two, require_positive
+from swd_lens.solver.metric import Metric, correlations, require_positive
 from swd_lens.solver.refine import refine
 
 REFIT_ROUNDS, REFIT_STEPS = 6, 8  # half as many have nine tenths of the gain, twice as many hardly more
@@ -44,11 +44,9 @@ def refit(
         GramError: G or H is not positive semi-definite.
     """
     require_positive(correlations(output_gram)[0], "output_gram")
-    metric = Metric.of(None if gram is None else gram / power_of_two(gram.diagonal()), weight, shrinkage[0])
+    metric, target, scale = Metric.scaled(weight, gram, shrinkage[0])
     outputs = output_gram / output_gram.diagonal().mean()
     outputs.mul_(1 - shrinkage[1]).diagonal().add_(shrinkage[1])
-    scale = power_of_two(weight)
-    target = (weight / scale).mul_(metric.scale)
     refined, write = refine(read * (metric.scale / scale), write, target, metric, REFIT_ROUNDS, REFIT_STEPS, outputs)
     # What these tokens never use says nothing of its edges.
     return torch.where(metric.scale > 0, metric.undo(refined) * scale, read), write

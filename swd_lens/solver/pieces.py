@@ -99,7 +99,7 @@ def peeled(
 
 @dataclass(frozen=True)
 class Blocks:
-    """A corner's block each: entries of the weight in the largest rows of its column and the largest columns of its row."""
+    """One block per corner: entries of the weight in the largest rows of its column and the largest columns of its row."""
 
     rows: Int[Tensor, "corner row"]
     columns: Int[Tensor, "corner column"]
@@ -261,7 +261,7 @@ def agreeing(
 
 
 def _noise(rest: Float[Tensor, "d_in d_out"], rounding: float) -> float:
-    """Standard deviation of the entries that are nothing else, which are most; rounding, where they are exactly nothing."""
+    """Standard deviation of the entries that no unit explains, which are most; where these are exact zeros, the rounding."""
     return max(1.5 * float(rest.abs().median()), rounding)
 
 
@@ -270,7 +270,7 @@ def _agree(
     foretold: Float[Tensor, "piece row column"],
     unsure: Float[Tensor, "#piece #row #column"],
 ) -> tuple[Bool[Tensor, "piece row column"], Float[Tensor, "piece row column"]]:
-    """Which entries are as foretold, and what that says: squares; 0 of those that could be nothing."""
+    """Entries that are as foretold, and their weight as evidence (squares); 0 where an entry could be noise."""
     tolerance = NOISE_LEVELS * unsure + AGREES * foretold.abs()
     says = foretold.abs() > SAYS * tolerance
     return says & ((entries - foretold).abs() <= tolerance), foretold.square().where(says, 0.0)

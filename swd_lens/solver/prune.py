@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from swd_lens.solver.metric import Metric, power_of_two
+from swd_lens.solver.metric import Metric
 from swd_lens.solver.refine import conjugate_gradient, refine
 from swd_lens.solver.spec import OnIteration, PruneSpec, Step
 from swd_lens.solver.swaps import STEPS, swapped
@@ -40,9 +40,7 @@ def factorize(
         GramError: G is not positive semi-definite.
     """
     at_output = spec.starts_at_output(*weight.shape)
-    scale = power_of_two(weight)
-    metric = Metric.of(None if gram is None else gram / power_of_two(gram.diagonal()), weight, shrinkage)
-    target = (weight / scale).mul_(metric.scale)
+    metric, target, scale = Metric.scaled(weight, gram, shrinkage)
     support = _support(target.abs(), edges, unit_dim=1 if at_output else 0).to(target.dtype)
     pruned = target * support
     if metric.matrix is not None:
@@ -52,7 +50,8 @@ def factorize(
     identity = torch.diag(kept.to(pruned.dtype))  # a unit of no entries has no edge at all
     read, write = (pruned, identity) if at_output else (identity, pruned)
     if spec.swaps:
-        read, write = _exchanged(read, write, kept, target, metric, edges, spec.swaps)
+        of_kept = swapped(read[:, kept], write[kept], target, metric, edges, spec.swaps + 1)  # the first turn fills up
+        read[:, kept], write[kept] = refine(*of_kept, target, metric, REFIT_ROUNDS, STEPS)
     if on_iteration is not None:
         on_iteration(Step(1, 1, lambda: metric.error(target, read, write)))
     if spec.swaps:
@@ -60,21 +59,6 @@ def factorize(
     if at_output:
         return metric.undo(read) * scale, write
     return read, metric.undo(write) * scale  # the units' own edges are 1
-
-
-def _exchanged(
-    read: Float[Tensor, "d_in unit"],
-    write: Float[Tensor, "unit d_out"],
-    kept: Bool[Tensor, " unit"],
-    target: Float[Tensor, "d_in d_out"],
-    metric: Metric,
-    edges: int,
-    swaps: int,
-) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
-    """Step 4, in the metric's coordinates."""
-    of_kept = swapped(read[:, kept], write[kept], target, metric, edges, swaps + 1)  # the first turn fills up
-    read[:, kept], write[kept] = refine(*of_kept, target, metric, REFIT_ROUNDS, STEPS)
-    return read, write
 
 
 def _support(magnitude: Float[Tensor, "d_in d_out"], edges: int, unit_dim: int) -> Bool[Tensor, "d_in d_out"]:

@@ -67,30 +67,18 @@ def refine(
             steps,
         )
         of_outputs = weighed(write)
-        operator, norms = _read_operator(metric, of_outputs, write, of_read, in_gram)
-        read = conjugate_gradient(
-            read, metric.weigh(target @ of_outputs.T), read_support, operator, norms[None, :], steps
-        )
+        # Where B H B^T has a smaller rank than size, its factors are cheaper.
+        normal = None if len(write) > write.shape[1] else of_outputs @ write.T
+        norms = (of_outputs * write).sum(1) if normal is None else normal.diagonal()
+
+        def operator(p: Matrix, n: Matrix | None = normal, b: Matrix = write, bh: Matrix = of_outputs) -> Matrix:
+            if n is None:
+                return torch.mm(metric.weigh(p @ bh), b.T, out=of_read)
+            return metric.weigh(torch.mm(p, n, out=of_read), out=in_gram)
+
+        rhs = metric.weigh(target @ of_outputs.T)
+        read = conjugate_gradient(read, rhs, read_support, operator, norms[None, :], steps)
     return read, write
-
-
-def _read_operator(
-    metric: Metric,
-    of_outputs: Float[Tensor, "unit d_out"],
-    write: Float[Tensor, "unit d_out"],
-    of_read: Matrix,
-    in_gram: Matrix | None,
-) -> tuple[Callable[[Matrix], Matrix], Float[Tensor, " unit"]]:
-    """A -> C A (B H B^T), and the diagonal of B H B^T.
-
-    Args:
-        of_outputs: B H.
-        of_read, in_gram: what is written to.
-    """
-    if len(write) > write.shape[1]:  # B H B^T has a smaller rank than size: its factors are cheaper
-        return lambda p: torch.mm(metric.weigh(p @ of_outputs), write.T, out=of_read), (of_outputs * write).sum(1)
-    normal = of_outputs @ write.T
-    return lambda p: metric.weigh(torch.mm(p, normal, out=of_read), out=in_gram), normal.diagonal()
 
 
 def conjugate_gradient(

@@ -35,7 +35,7 @@ from swd_lens.solver.validate import check_gram, check_sparsity, check_tokens, c
 
 @dataclass(frozen=True)
 class Solution:
-    """What the solver found: sparse read and write factor, float32, on the weight's device.
+    """Sparse read and write factor that the solver found, float32, on the weight's device.
 
     Attributes:
         settings: every value used, and the entries kept.
@@ -169,7 +169,7 @@ def solve(
 def canonical(
     read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]
 ) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
-    """The same product and supports, in canonical scale and sign; a unit that is empty on either side is left as it is.
+    """Bring factors into canonical scale and sign, product and supports kept; a unit that is empty on either side stays as it is.
 
     `solve` always gives this form; the scale in which a solver leaves its units comes from its iterations and is not kept.
     Numbers that depend on scale (write norms, gamma, alpha, absolute learning rates) are in it, and need not be the paper's.

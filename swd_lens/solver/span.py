@@ -19,7 +19,7 @@ The search is in float32: it only says where the alternation starts.
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.solver.support import first_largest, keep_exactly
@@ -27,7 +27,7 @@ from swd_lens.solver.support import first_largest, keep_exactly
 
 @dataclass(frozen=True)
 class Search:
-    """How much `sparsest_basis` does.
+    """Effort of `sparsest_basis`.
 
     Attributes:
         rounds: of constraints.
@@ -124,7 +124,9 @@ def sparsest_basis(basis: Float[Tensor, "coordinate rank"], search: Search = WHO
     for turn in range(search.rounds):
         missing = rank - chosen.shape[1]
         rest = basis.T - spanned @ (spanned.T @ basis.T)
-        constraints = rest[:, _spread(rest.norm(dim=0), search.constraints * missing + 4)]
+        # Evenly among the coordinates that have something of the span.
+        unspanned = (rest.norm(dim=0) > INDEPENDENT / 2).nonzero().squeeze(1)
+        constraints = rest[:, unspanned[:: max(len(unspanned) // (search.constraints * missing + 4), 1)]]
         if missing == 0 or constraints.shape[1] == 0:
             break
         candidates = _unit_columns(sparse_vectors(basis, constraints, search.first if turn == 0 else search.later))
@@ -201,12 +203,6 @@ def _independent(
         rest.addr_(axis, axis @ rest, alpha=-1)
         taken.append(i)
     return taken, torch.cat([spanned, new[:, : len(taken)]], 1)
-
-
-def _spread(norms: Float[Tensor, " coordinate"], count: int) -> Int[Tensor, " chosen"]:
-    """So many coordinates, evenly among those that have something of the span."""
-    candidates = (norms > INDEPENDENT / 2).nonzero().squeeze(1)
-    return candidates[:: max(len(candidates) // count, 1)]
 
 
 def _unit_columns(vectors: Float[Tensor, "rank vector"]) -> Float[Tensor, "rank vector"]:

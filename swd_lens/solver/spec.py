@@ -28,7 +28,7 @@ BASES = ("paper", "input", "output")
 
 
 class SolveSpec(Settings):
-    """What the settings of every solver can do beside checking themselves."""
+    """Base of the settings of all solvers."""
 
     error = SpecError
     solver: ClassVar[str]
@@ -42,7 +42,7 @@ class SolveSpec(Settings):
         return "float64" if d_in * d_out <= DOUBLE_UP_TO else "float32"
 
     def for_matrix(self: AnySettings, d_in: int, d_out: int, units: int, *, calibrated: bool) -> AnySettings:
-        """The same settings, decided for a matrix of this shape and so many units, with a Gram or without."""
+        """Decide what is left open ("auto") for a matrix of this shape and so many units, with a Gram or without."""
         return self
 
     def shrinkage_for(self, tokens: int | None, d_in: int) -> float:
@@ -61,6 +61,22 @@ class SolveSpec(Settings):
     def least_edges(self, d_in: int, d_out: int, units: int) -> int:
         """The smallest K that the solver can make of a matrix of this shape."""
         return 2 * units  # one read and one write edge each
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrinkingSpec(SolveSpec):
+    """Settings that every solver but the paper's has."""
+
+    # How far the Gram is shrunk towards the identity (metric.py). "auto": d_in / tokens, at most MOST_SHRINKAGE, where the
+    # number of tokens is known, else 0.
+    shrinkage: float | int | str = setting(AUTO, at_least=0, at_most=1)
+
+    # "float32", "float64" (twice the time, the same supports on any processor), or "auto": float64 for small matrices
+    # (DOUBLE_UP_TO).
+    precision: str = setting(AUTO, one_of=PRECISIONS)
+
+    def shrinkage_for(self, tokens: int | None, d_in: int) -> float:
+        return automatic_shrinkage(self.shrinkage, tokens, d_in)
 
 
 @dataclass(frozen=True)
@@ -151,7 +167,7 @@ class DsfSpec(SolveSpec):
 
 
 @dataclass(frozen=True)
-class AnnealSpec(SolveSpec):
+class AnnealSpec(ShrinkingSpec):
     """Hyper-parameters of the annealed solver (anneal.py). Measured on the golden matrices; see tests/benchmarks/RESULTS.md.
 
     Raises:
@@ -231,16 +247,8 @@ class AnnealSpec(SolveSpec):
     refine_rounds: int = setting(3, at_least=0)
     refine_steps: int = setting(8, at_least=1)
 
-    # How far the Gram is shrunk towards the identity (metric.py). "auto": d_in / tokens, at most MOST_SHRINKAGE, where the
-    # number of tokens is known, else 0.
-    shrinkage: float | int | str = setting(AUTO, at_least=0, at_most=1)
-
     # Chooses which copy of a unit starts with which entry, when there are more units than coordinates; else unused.
     seed: int = setting(0, at_least=0)
-
-    # "float32", "float64" (twice the time, the same supports on any processor), or "auto": float64 for small matrices
-    # (DOUBLE_UP_TO).
-    precision: str = setting(AUTO, one_of=PRECISIONS)
 
     def for_matrix(self, d_in: int, d_out: int, units: int, *, calibrated: bool) -> "AnnealSpec":
         precision = self.precision_for(d_in, d_out)
@@ -276,12 +284,9 @@ class AnnealSpec(SolveSpec):
             return 0.0
         return float(first + (1 - first) * (progress - start) / (1 - start))
 
-    def shrinkage_for(self, tokens: int | None, d_in: int) -> float:
-        return automatic_shrinkage(self.shrinkage, tokens, d_in)
-
 
 @dataclass(frozen=True)
-class PruneSpec(SolveSpec):
+class PruneSpec(ShrinkingSpec):
     """Hyper-parameters of pruning (prune.py): W itself made sparse, its coordinates as units.
 
     Raises:
@@ -301,16 +306,9 @@ class PruneSpec(SolveSpec):
     # without, .0027 with 5 (194 units of one neuron, for 504), .0024 with 29 (152); units that start as neurons (.05 of K) .0017.
     swaps: int = setting(0, at_least=0)
 
-    # See `AnnealSpec`.
-    shrinkage: float | int | str = setting(AUTO, at_least=0, at_most=1)
-    precision: str = setting(AUTO, one_of=PRECISIONS)
-
-    def shrinkage_for(self, tokens: int | None, d_in: int) -> float:
-        return automatic_shrinkage(self.shrinkage, tokens, d_in)
-
 
 @dataclass(frozen=True)
-class SvdPruneSpec(SolveSpec):
+class SvdPruneSpec(ShrinkingSpec):
     """Hyper-parameters of pruning the singular vectors (svd_prune.py).
 
     Raises:
@@ -322,13 +320,6 @@ class SvdPruneSpec(SolveSpec):
     # Least squares of both factors on their supports (refine.py): rounds, and conjugate-gradient steps per factor and round.
     refine_rounds: int = setting(12, at_least=0)
     refine_steps: int = setting(8, at_least=1)
-
-    # See `AnnealSpec`.
-    shrinkage: float | int | str = setting(AUTO, at_least=0, at_most=1)
-    precision: str = setting(AUTO, one_of=PRECISIONS)
-
-    def shrinkage_for(self, tokens: int | None, d_in: int) -> float:
-        return automatic_shrinkage(self.shrinkage, tokens, d_in)
 
 
 @dataclass(frozen=True)

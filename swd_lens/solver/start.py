@@ -46,15 +46,15 @@ class Block:
     grows: bool = False
 
     def copy(self) -> "Block":
-        """One that can be solved for on its own."""
+        """A copy that can be solved for on its own."""
         return replace(self, factor=self.factor.clone(), dual=self.dual.clone())
 
     def entries(self, held_back: float | int) -> int:
-        """How many it may have while this share of a growing budget is held back."""
+        """Number of entries allowed while this share of a growing budget is held back."""
         return max(round(self.budget * (1 - held_back)), 1) if self.grows else self.budget
 
     def used_up(self) -> Matrix:
-        """The factor, which the block keeps no more, nor its dual: at 17408 x 5120 each is a third of a gigabyte."""
+        """Take the factor out; the block then holds neither it nor its dual: at 17408 x 5120 each is a third of a gigabyte."""
         factor = self.factor
         self.factor = self.dual = factor.new_zeros(0, 0)
         return factor
@@ -104,7 +104,7 @@ def start_from_product(
 
 
 def share_out(read: Block, write: Block, reads: int) -> None:
-    """Give the read factor so many of both budgets' entries, or as near as leaves every unit one in each and neither too many."""
+    """Give the read factor this many of both budgets' entries, or the nearest number that fits both factors and every unit."""
     units, total = len(write.factor), read.budget + write.budget
     least, most = max(units, total - write.factor.numel()), min(total - units, read.factor.numel())
     read.budget = min(max(reads, least), most)

@@ -41,7 +41,7 @@ def kth_largest(magnitude: Float[Tensor, "rows columns"], k: int) -> Float[Tenso
 
 
 def _kth_smallest(flat: Float[Tensor, " n"], k: int) -> Float[Tensor, ""]:
-    """numpy's partial sort takes a fifth to an eighth of the time of torch's on a CPU; both give the entry itself."""
+    """The k-th smallest entry itself, on the CPU by numpy: its partial sort takes a fifth to an eighth of the time of torch's."""
     if flat.device.type != "cpu":
         return flat.kthvalue(k).values
     return flat.new_tensor(np.partition(flat.numpy(), k - 1)[k - 1])
@@ -58,21 +58,18 @@ def kth_largest_estimate(values: Float[Tensor, "rows columns"], k: int) -> float
 
 
 def magnitude_sample(values: Float[Tensor, "rows columns"], sample: int = ESTIMATE_SAMPLE) -> Float[Tensor, " sample"]:
-    """Magnitudes at an even stride, about so many; of small matrices all."""
-    n = values.numel()
-    stride = 1 if n <= 2 * ESTIMATE_SAMPLE else _stride(n, sample, values.shape[1])
-    return values.flatten()[::stride].abs()
+    """Magnitudes at an even stride, about so many; of small matrices all.
 
-
-def _stride(n: int, sample: int, row: int) -> int:
-    """About n / sample, coprime to the distance of entries of one column, and of a square factor's large ones, its diagonal's.
-
-    Else the sample would see only some columns, or too much of the diagonal: at 384 x 384 eleven times as much as there is.
+    The stride is coprime to the distance of entries of one column, and of a square factor's large ones, its diagonal's. Else the
+    sample would see only some columns, or too much of the diagonal: at 384 x 384 eleven times as much as there is.
     """
+    n, row = values.numel(), values.shape[1]
+    if n <= 2 * ESTIMATE_SAMPLE:
+        return values.flatten().abs()
     stride, distances = max(n // sample, 1), row * (row + 1) if n == row**2 else row
     while math.gcd(stride, distances) > 1:
         stride += 1
-    return stride
+    return values.flatten()[::stride].abs()
 
 
 def keep_exactly(magnitude: Float[Tensor, "rows columns"], k: int) -> Bool[Tensor, "rows columns"]:

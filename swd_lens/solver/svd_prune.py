@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from swd_lens.solver.metric import Metric, power_of_two
+from swd_lens.solver.metric import Metric
 from swd_lens.solver.refine import refine
 from swd_lens.solver.spec import OnIteration, Step, SvdPruneSpec
 
@@ -39,29 +39,21 @@ def factorize(
     Raises:
         GramError: G is not positive semi-definite.
     """
-    scale = power_of_two(weight)
-    metric = Metric.of(None if gram is None else gram / power_of_two(gram.diagonal()), weight, shrinkage)
-    scaled = weight / scale
-    left, singular, right = torch.linalg.svd(scaled, full_matrices=False)
+    metric, target, scale = Metric.scaled(weight, gram, shrinkage)
+    left, singular, right = torch.linalg.svd(weight / scale, full_matrices=False)
     root = torch.where(singular > ROUNDING * singular[0], singular, 0.0).sqrt()
     read, write = left * root * metric.scale, right * root[:, None]  # of diag(v) W, as everything below
-    target = scaled * metric.scale
 
-    read_support, write_support = _support(*_worth(read, write, metric), edges)
+    # The root of the error that leaving an entry out alone would cause.
+    mean_squares = (read * metric.weigh(read)).sum(0).clamp_min(0)
+    worth = read.abs() * write.norm(dim=1), write.abs() * mean_squares.sqrt()[:, None]
+    read_support, write_support = _support(*worth, edges)
     read, write = read * read_support, write * write_support
     for i in range(spec.refine_rounds):
         read, write = refine(read, write, target, metric, 1, spec.refine_steps)
         if on_iteration is not None:
             on_iteration(Step(i + 1, spec.refine_rounds, lambda a=read, b=write: metric.error(target, a, b)))
     return metric.undo(read) * scale, write
-
-
-def _worth(
-    read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"], metric: Metric
-) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
-    """Of every entry the root of the error that leaving it out alone would cause; the read factor is that of diag(v) W."""
-    mean_squares = (read * metric.weigh(read)).sum(0)
-    return read.abs() * write.norm(dim=1), write.abs() * mean_squares.clamp_min(0).sqrt()[:, None]
 
 
 def _support(
@@ -100,6 +92,6 @@ def _support(
 
 
 def _first(unit: Int[Tensor, " entry"], places: Int[Tensor, " entry"], n_units: int, none: int) -> Int[Tensor, " unit"]:
-    """The least place of each unit's entries; `none` of a unit without any."""
+    """Least place of each unit's entries; `none` for a unit without any."""
     first = torch.full((n_units,), none, dtype=places.dtype, device=places.device)
     return first.scatter_reduce_(0, unit, places, "amin")

@@ -56,7 +56,7 @@ def filled(
     metric: Metric,
     edges: int,
 ) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
-    """The factors with the entries that are missing of `edges`, each where and as it lowers the loss most on its own."""
+    """Add the entries that are missing of `edges`, each where it alone, at its best value, lowers the loss most."""
     missing = edges - int(read.count_nonzero() + write.count_nonzero())
     if missing <= 0:
         return read, write

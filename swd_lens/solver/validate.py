@@ -1,4 +1,4 @@
-"""What the solver refuses, each with its own error that names the value and the way out.
+"""Checks of the solver's arguments, each with its own error that names the value and the way out.
 
 1. `check_weight`: a dense tensor with values, two-dimensional, floating point, finite, not all zeros.
 2. `check_gram`: the same, (d_in, d_in), or (d_out, d_out) of gradients at the outputs, symmetric, no negative diagonal.
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swd_lens.base.checks import bounded
 from swd_lens.base.errors import GramError, SparsityError, UnitsError, WeightError, quoted
 from swd_lens.solver.spec import SolveSpec
 
@@ -61,7 +62,14 @@ def check_gram(gram: Any, size: int, name: str = "gram") -> None:
         raise GramError(f"{name} has dtype {gram.dtype}; give a floating-point matrix, e.g. {name}.float()")
     if (bad := _first_non_finite(gram)) is not None:
         raise GramError(f"{name}{bad}: every entry must be finite in float32")
-    _check_symmetric(gram, name)
+    asymmetry = (gram - gram.T).abs()
+    i, j = divmod(int(asymmetry.argmax()), gram.shape[1])
+    if float(asymmetry[i, j]) > SYMMETRY_TOLERANCE * float(gram.abs().max()):
+        value, mirrored = float(gram[i, j]), float(gram[j, i])
+        raise GramError(
+            f"{name} is not symmetric: {name}[{i}, {j}] = {value:g} but {name}[{j}, {i}] = {mirrored:g}; give h.T @ h, or "
+            f"({name} + {name}.T) / 2 if this is rounding"
+        )
     negative = (gram.diagonal() < 0).nonzero()
     if len(negative):
         j = int(negative[0])
@@ -71,18 +79,6 @@ def check_gram(gram: Any, size: int, name: str = "gram") -> None:
             GramError("gram has an all-zero diagonal: no input was ever active; give gram=None for zero-data")
             if of_inputs
             else GramError("output_gram has an all-zero diagonal: the loss depends on no output; give output_gram=None")
-        )
-
-
-def _check_symmetric(gram: Tensor, name: str) -> None:
-    asymmetry = (gram - gram.T).abs()
-    worst = int(asymmetry.argmax())
-    i, j = divmod(worst, gram.shape[1])
-    if float(asymmetry[i, j]) > SYMMETRY_TOLERANCE * float(gram.abs().max()):
-        value, mirrored = float(gram[i, j]), float(gram[j, i])
-        raise GramError(
-            f"{name} is not symmetric: {name}[{i}, {j}] = {value:g} but {name}[{j}, {i}] = {mirrored:g}; give h.T @ h, or "
-            f"({name} + {name}.T) / 2 if this is rounding"
         )
 
 
@@ -106,9 +102,9 @@ def is_number(value: Any) -> bool:
 
 
 def check_tokens(tokens: int | None) -> None:
-    """Raise ValueError unless tokens is None or a positive whole number."""
-    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
-        raise ValueError(f"tokens={quoted(tokens)}: give the number of tokens the Gram was averaged over, or None")
+    """Raise ValueError unless tokens is None or a positive whole number: how many the Gram was averaged over."""
+    if tokens is not None:
+        bounded("tokens", tokens, 1)
 
 
 def resolve_units(units: int | float | str | None, d_in: int, d_out: int, spec: SolveSpec) -> int:

@@ -30,7 +30,7 @@ _NO_DIRECTION = 1e-6  # of the largest eigenvalue: below it B has no direction t
 
 
 def is_wide(units: int, coordinates: int) -> bool:
-    """Whether what units are solved against has a smaller rank than there are units."""
+    """Whether units outnumber the coordinates that they are solved against."""
     return units > coordinates
 
 

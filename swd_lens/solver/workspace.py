@@ -15,7 +15,7 @@ from swd_lens.solver.refine import Matrix
 
 @dataclass(frozen=True)
 class Workspace:
-    """So many buffers, each as large as the larger of two factors."""
+    """Buffers, each as large as the larger of two factors."""
 
     buffers: tuple[Float[Tensor, " entry"], ...]
 

@@ -3,11 +3,11 @@
 from swd_lens.base.errors import AttachError, SiteDidNotRunWarning, UnitSourceError
 from swd_lens.units.attach import (
     Attachment,
-    add_probe,
     attach,
     attached_at,
     detach,
     is_bare,
+    probe_at,
     probe_tokens,
     require_detached,
     require_free,
@@ -29,7 +29,6 @@ __all__ = [
     "UnitSet",
     "UnitSourceError",
     "Units",
-    "add_probe",
     "as_units",
     "attach",
     "attached_at",
@@ -40,6 +39,7 @@ __all__ = [
     "load_coders",
     "matrices_of",
     "origin_of",
+    "probe_at",
     "probe_tokens",
     "require_detached",
     "require_free",

@@ -5,7 +5,7 @@
 2. Then it mounts the units; each step leaves an undo step, and if one fails, those done are undone. Methods that rewrite
    weights are refused from here on, and sites that do not run are reported (projection.py).
 3. Whenever a loaded set is attached whole to a host with nothing else in it, its probe is run: tokens whose z and y were stored
-   with the factors (`add_probe`). Loads-but-wrongly (another model's forward, a changed normalization, a rounding) ends in an
+   with the factors (`probe_at`). Loads-but-wrongly (another model's forward, a changed normalization, a rounding) ends in an
    error instead of in a paper. Parts of a set, sets put together, nested attachments and hooks of the user's change what
    enters a site: there it is not asked.
 4. An attachment is watched (projection.py): a host's matrix or factors that are changed while they are attached end the next
@@ -24,7 +24,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base.display import card
@@ -38,8 +38,7 @@ from swd_lens.hosts.recording import record
 from swd_lens.hosts.sites import Site, overlapping
 from swd_lens.hosts.weights import keep_watch
 from swd_lens.units.cache import cover_helpers
-from swd_lens.units.factors import Factors
-from swd_lens.units.integrity import Probe
+from swd_lens.units.integrity import Offsets, Probe
 from swd_lens.units.match import check_units, dtype_of
 from swd_lens.units.projection import Projection, Watch, bypassed, projection_of, watch_block
 from swd_lens.units.unit_set import UnitSet
@@ -307,12 +306,19 @@ def probe_tokens(rows: Int[Tensor, "rows pos"] | None, d_vocab: int, n_ctx: int)
     return torch.randint(0, d_vocab, (length,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def add_probe(f: Factors, model: Any, site: Site, tokens: list[int]) -> Factors:
-    """The factors with a probe of what enters the site on these tokens in the host as it is now; none under dropout."""
+def probe_at(
+    model: Any,
+    site: Site,
+    tokens: list[int],
+    read: Float[Tensor, "d_in unit"],
+    write: Float[Tensor, "unit d_out"],
+    offsets: Offsets | None = None,
+) -> Probe | None:
+    """A probe of two factors: what enters the site on these tokens in the host as it is now; none under dropout."""
     if drops_out(model):
-        return f
+        return None
     run = record(host_of(model), torch.tensor([tokens]), inputs=[site], keep=lambda h: h[0, -1].float().cpu())
-    return f.with_records(probe=Probe.of(run.inputs[site.name], f.read, f.write, f.offsets))
+    return Probe.of(run.inputs[site.name], read, write, offsets)
 
 
 def check_probe(units: UnitSet) -> None:

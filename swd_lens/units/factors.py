@@ -171,21 +171,7 @@ class Factors:
             ValueError: no weight given and none remembered (factors that were loaded from a file), or the one that was
                 remembered was changed in place since.
         """
-        dense = self._dense(weight)
-        # Large Grams, and those of corrected calibration, lie on the CPU whatever the host's device.
-        read, metric = self.read.double(), None if gram is None else gram.to(dense.device, torch.float64)
-        lost = total = left_lost = left_total = dense.new_zeros((), dtype=torch.float64)
-        for columns in torch.arange(self.d_out, device=dense.device).split(max(1, _TILE // self.d_in)):
-            target = dense[:, columns].double()
-            error = target - read @ self.write[:, columns].double()
-            lost, total = lost + _energy(error, metric), total + _energy(target, metric)
-            if without is not None:
-                left_out = without.double().to(dense.device)
-                left_lost = left_lost + (left_out @ error).square().sum()
-                left_total = left_total + (left_out @ target).square().sum()
-        if total - left_total > 1e-7 * total:  # else rounding is all that is left
-            lost, total = (lost - left_lost).clamp(min=0), total - left_total
-        return float(lost / total)
+        return relmse_of(self.read, self.write, self._dense(weight), gram, without=without)
 
     def relative_frobenius(self, weight: Float[Tensor, "d_in d_out"] | None = None) -> float:
         """||W - AB||_F / ||W||_F."""
@@ -582,6 +568,32 @@ def write_factors(folder: Path, site: str, f: Factors) -> dict[str, Any]:
     f.require_unedited(site)
     entry = write_site(folder, site, f.read, f.write, f.origin, f.offsets, f.probe)
     return {**entry, "settings": dict(f.settings), "provenance": dict(f.provenance)}
+
+
+def relmse_of(
+    read: Float[Tensor, "d_in unit"],
+    write: Float[Tensor, "unit d_out"],
+    dense: Float[Tensor, "d_in d_out"],
+    gram: Float[Tensor, "d_in d_in"] | None = None,
+    *,
+    without: Float[Tensor, "_vector d_in"] | None = None,
+) -> float:
+    """`Factors.relmse` of two factors and their dense matrix."""
+    # Large Grams, and those of corrected calibration, lie on the CPU whatever the host's device.
+    metric = None if gram is None else gram.to(dense.device, torch.float64)
+    read = read.double()
+    lost = total = left_lost = left_total = dense.new_zeros((), dtype=torch.float64)
+    for columns in torch.arange(dense.shape[1], device=dense.device).split(max(1, _TILE // len(dense))):
+        target = dense[:, columns].double()
+        error = target - read @ write[:, columns].double()
+        lost, total = lost + _energy(error, metric), total + _energy(target, metric)
+        if without is not None:
+            left_out = without.double().to(dense.device)
+            left_lost = left_lost + (left_out @ error).square().sum()
+            left_total = left_total + (left_out @ target).square().sum()
+    if total - left_total > 1e-7 * total:  # else rounding is all that is left
+        lost, total = (lost - left_lost).clamp(min=0), total - left_total
+    return float(lost / total)
 
 
 def _energy(matrix: Float[Tensor, "d_in some"], gram: Float[Tensor, "d_in d_in"] | None) -> Float[Tensor, ""]:

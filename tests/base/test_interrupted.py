@@ -89,7 +89,7 @@ def test_factorize_says_what_is_finished_and_the_same_call_goes_on(tmp_path, mon
             raise KeyboardInterrupt
         return plain(*args, **how)
 
-    from swd_lens.factorization import solve as module
+    from swd_lens import solver as module
 
     plain = module.solve
     with monkeypatch.context() as patched:

@@ -1,12 +1,14 @@
 """The allocator keeps what is freed, up to a bound (in processes of their own: it is a process's setting); want of memory."""
 
 import errno
+import math
 import subprocess
 import sys
 
 import pytest
 import torch
 
+import swd_lens.base.machine
 from swd_lens.base.machine import is_out_of_memory
 
 HELD = """
@@ -75,3 +77,24 @@ def test_an_allocation_that_fails_is_known_as_one():
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**61, dtype=torch.uint8)
     assert is_out_of_memory(raised.value)
+
+
+def test_available_memory_is_believable():
+    here = swd_lens.base.machine.available_bytes(torch.device("cpu"))
+    assert here is not None and 10**7 < here < 10**14
+
+
+def test_a_container_limit_counts(tmp_path, monkeypatch):
+    for name, text in {"max": "1000000", "current": "700000", "stat": "anon 500000\ninactive_file 150000\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert swd_lens.base.machine._container_bytes(tmp_path) == 1_000_000 - 700_000 + 150_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert swd_lens.base.machine._container_bytes(tmp_path) is None
+    assert swd_lens.base.machine._container_bytes(tmp_path / "nowhere") is None
+    monkeypatch.setattr(swd_lens.base.machine, "_container_bytes", lambda: 12_345)
+    assert swd_lens.base.machine.available_bytes(torch.device("cpu")) == 12_345
+
+
+def test_the_measured_speed_is_believable():
+    speed = swd_lens.base.machine.product_speed(torch.device("cpu"))
+    assert math.isfinite(speed) and 1e8 < speed < 1e15

@@ -86,7 +86,7 @@ def with_less_of_the_first(model: Any, name: str, rows: TokenStream) -> Factors:
     kept = min(1.0, LARGEST * (1 - share) / (share * (1 - LARGEST)))
     gram = grams[name] - (1 - kept) * first.T @ first
     f = swd.solve(host_of(model).weight(site), gram.float(), SPARSITY, tokens=grams.n_tokens)
-    return stamp(f, model, site, {})
+    return stamp(f, model, site)
 
 
 def errors(model: Any, factors: Any, site: str, heldout: TokenStream) -> dict[str, float]:

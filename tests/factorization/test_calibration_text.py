@@ -15,11 +15,6 @@ TOKENS = random_tokens(12, 9)
 OPTIONS = {key: value for key, value in QUICK.items() if key != "sparsity"}
 
 
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
-
-
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("calibration", ["sequential", "corrected", "per_block", "dense"])
 def test_the_same_factors_and_fewer_runs(model, calibration):

@@ -8,15 +8,10 @@ from swd_lens.factorization.checkpoint import Shard
 from swd_lens.hosts.sites import Site
 from swd_lens.units.factors import FactorSet
 from tests.factorization.test_factorize import ALL, QUICK, assert_same, bits, count_solves
-from tests.micro import random_tokens, toy_model
+from tests.micro import random_tokens
 
 TOKENS = random_tokens(12, 9)
 DENSE = {**QUICK, "tokens": TOKENS, "calibration": "dense"}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
 
 
 def test_shards_by_hand():
@@ -95,11 +90,6 @@ def test_workers_change_no_bit(model, tmp_path, how):
     assert_same(here, there)
     assert_same(FactorSet.load(tmp_path / "there"), here)
     assert there[ALL[0]].relmse() == here[ALL[0]].relmse()
-
-
-def test_an_error_in_a_worker_names_the_site(model):
-    with pytest.raises(ValueError, match=r"workers=0: give 1"):
-        swd.factorize(model, "mlp_out", **QUICK, workers=0)
 
 
 def test_shards_cut_in_two_ways(model, tmp_path):

@@ -1,7 +1,6 @@
 """factorize with a folder: interruption, resumption with the same bits, refusals; and what its bar shows."""
 
 import json
-import warnings
 from importlib import import_module
 
 import pytest
@@ -9,9 +8,8 @@ import torch
 
 import swd_lens as swd
 import swd_lens.factorization.factorize
-import swd_lens.factorization.job
-import swd_lens.factorization.solve
 import swd_lens.factorization.stages
+import swd_lens.solver
 from swd_lens.base.sealed import seal
 from swd_lens.hosts import find_sites
 from swd_lens.units.factors import Factors, FactorSet
@@ -20,11 +18,6 @@ from tests.micro import random_tokens, toy_model
 QUICK = {"preset": "paper", "outer_iterations": 4, "sparsity": 0.5, "progress": False}
 ALL = [f"blocks.{layer}.{kind}" for layer in (0, 1) for kind in ("attn_qkv", "attn_o", "mlp_in", "mlp_out")]
 TOKENS = random_tokens(12, 9)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
 
 
 def bits(f: Factors) -> list[bytes]:
@@ -42,7 +35,7 @@ def assert_same(one: FactorSet, two: FactorSet, provenance: bool = True) -> None
 def count_solves(monkeypatch, stop_at: int | None = None, error: type[BaseException] = KeyboardInterrupt) -> list[int]:
     """Count the solver's calls; the one numbered `stop_at` (from 0) raises instead."""
     calls: list[int] = []
-    solve = swd_lens.factorization.solve.solve
+    solve = swd_lens.solver.solve
 
     def counted(*arguments, **named):
         if len(calls) == stop_at:
@@ -50,7 +43,7 @@ def count_solves(monkeypatch, stop_at: int | None = None, error: type[BaseExcept
         calls.append(len(calls))
         return solve(*arguments, **named)
 
-    monkeypatch.setattr(swd_lens.factorization.solve, "solve", counted)
+    monkeypatch.setattr(swd_lens.solver, "solve", counted)
     return calls
 
 
@@ -164,15 +157,15 @@ def half_done(model, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"sparsity": 0.25}, r"made otherwise: sparsity 0\.5 then, 0\.25 now\. Call"),
-        ({"outer_iterations": 5}, r"made otherwise: outer_iterations 4 then, 5 now\. Call"),
-        ({"units": 16}, r"made otherwise: units None then, 16 now\. Call"),
-        ({"batch_size": 3}, r"made otherwise: batch_size 16 then, 3 now\. Call"),
-        ({"calibration": "dense"}, r"made otherwise: calibration 'sequential' then, 'dense' now\. Call"),
-        ({"tokens": TOKENS.flip(0)}, r"made otherwise: calibration tokens \w{8} then, \w{8} now\. Call"),
-        ({"tokens": TOKENS.view(9, 12)}, r"made otherwise: calibration tokens \w{8} then, \w{8} now\. Call"),
+        ({"sparsity": 0.25}, r"made otherwise: sparsity 0\.5 then, 0\.25 now\. Rerun"),
+        ({"outer_iterations": 5}, r"made otherwise: outer_iterations 4 then, 5 now\. Rerun"),
+        ({"units": 16}, r"made otherwise: units None then, 16 now\. Rerun"),
+        ({"batch_size": 3}, r"made otherwise: batch_size 16 then, 3 now\. Rerun"),
+        ({"calibration": "dense"}, r"made otherwise: calibration 'sequential' then, 'dense' now\. Rerun"),
+        ({"tokens": TOKENS.flip(0)}, r"made otherwise: calibration tokens \w{8} then, \w{8} now\. Rerun"),
+        ({"tokens": TOKENS.view(9, 12)}, r"made otherwise: calibration tokens \w{8} then, \w{8} now\. Rerun"),
         ({"tokens": None}, r"calibration tokens \w{8} then, None now"),
-        ({"weigh_outputs": True}, r"made otherwise: weigh_outputs None then, True now\. Call"),
+        ({"weigh_outputs": True}, r"made otherwise: weigh_outputs None then, True now\. Rerun"),
         ({"preset": "quick"}, r"preset 'paper' then, 'quick' now"),
         ({"sparsity": 0.25, "outer_iterations": 5}, r"sparsity 0\.5 then, 0\.25 now; outer_iterations 4 then, 5 now"),
     ],
@@ -190,7 +183,7 @@ def test_another_host_is_noticed(half_done):
     other = toy_model()
     with torch.no_grad():
         other.W_pos[0, 0] += 1e-3  # nothing that is factorized, but every Gram depends on it
-    with pytest.raises(swd.ResumeError, match=r"made otherwise: the host \w{8} then, \w{8} now\. Call"):
+    with pytest.raises(swd.ResumeError, match=r"made otherwise: the host \w{8} then, \w{8} now\. Rerun"):
         swd.factorize(other, "mlp_out", **QUICK, tokens=TOKENS, out=half_done)
     with torch.no_grad():
         other.blocks[0].mlp.W_out[0, 0] += 1e-3
@@ -296,59 +289,6 @@ def test_the_recipe_is_plain_json(model, tmp_path):
     assert len(recipe["tokens_sha256"]) == len(recipe["host_sha256"]) == len(recipe["weight_sha256"]) == 64
 
 
-# ---------------------------------------------------------------------------------------------- before starting
-
-
-def test_the_solver_is_told_the_number_of_tokens(model, monkeypatch):
-    seen, solve = [], swd_lens.factorization.solve.solve
-    monkeypatch.setattr(
-        swd_lens.factorization.solve,
-        "solve",
-        lambda *a, **n: seen.append((n["tokens"], n["units"])) or solve(*a, **n),
-    )
-    swd.factorize(model, "blocks.0.mlp_out", **QUICK, tokens=TOKENS)
-    swd.factorize(model, "blocks.0.mlp_out", **QUICK, units=16)
-    assert seen == [(108, None), (None, 16)]
-
-
-def test_few_tokens(model):
-    few = random_tokens(2, 6)
-    with pytest.warns(UserWarning, match=r"Gram is singular; preset 'paper' applies no shrinkage here"):
-        swd.factorize(model, "blocks.0.mlp_out", **QUICK, tokens=few)
-    best = {"preset": "best", "outer_iterations": 4, "progress": False}
-    with pytest.warns(UserWarning, match=r"12 calibration tokens .* shrinkage (\S+) is applied") as told:
-        f = swd.factorize(model, "blocks.0.mlp_out", **best, tokens=few)["blocks.0.mlp_out"]
-    assert f"shrinkage {f.settings['shrinkage']:.3g} is" in str(told[0].message) and f.settings["shrinkage"] > 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        swd.factorize(model, "blocks.0.mlp_out", **QUICK, tokens=random_tokens(4, 8))  # 32 tokens for 32 inputs
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"sparsity": 1}, r"blocks\.0\.mlp_out .*sparsity=1"),
-        ({"outer_iteration": 5}, r"blocks\.0\.mlp_out .*no setting 'outer_iteration'"),
-        ({"units": 7}, r"blocks\.0\.mlp_out .*units=7"),
-        ({"preset": "papers"}, r"blocks\.0\.mlp_out .*no preset 'papers'"),
-    ],
-)
-def test_bad_options_fail_before_anything_is_run(model, tmp_path, monkeypatch, bad, message):
-    def never(*arguments, **named):
-        raise AssertionError("the host was touched")
-
-    places = {
-        "collect_grams": swd_lens.factorization.stages,
-        "host_fingerprint": swd_lens.factorization.job,
-        "solve": swd_lens.factorization.solve,
-    }
-    for work, place in places.items():
-        monkeypatch.setattr(place, work, never)
-    with pytest.raises(ValueError, match=message):
-        swd.factorize(model, "blocks.0.mlp_out", **{**QUICK, **bad}, tokens=TOKENS, out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 # ---------------------------------------------------------------------------------------------- the bar
 
 
@@ -451,39 +391,7 @@ def test_hooks_of_the_users_leave_no_probe(model, tmp_path, calibration):
     swd.attach(model, loaded).detach()
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"batch_size": 0}, "batch_size=0: give how many rows"),
-        ({"batch_size": True}, "batch_size=True: give how many rows"),
-        ({"device": "nowhere"}, "device='nowhere' cannot be used here"),
-    ],
-)
-def test_bad_settings_fail_before_anything_is_run(model, changed, message, monkeypatch):
-    calls = count_solves(monkeypatch)
-    with pytest.raises(ValueError, match=message):
-        swd.factorize(model, "mlp_out", **{**QUICK, "tokens": TOKENS, **changed})
-    assert calls == []
-
-
 # ---------------------------------------------------------------------------------------------- basis by matrix
-
-
-def test_basis_neurons_is_their_side_and_the_papers_elsewhere(model, tmp_path):
-    how = {"preset": "quick", "sparsity": 0.5, "tokens": TOKENS, "calibration": "dense", "progress": False}
-    made = swd.factorize(model, "all", basis="neurons", out=tmp_path, **how)
-    sides = {"mlp_in": "output", "mlp_out": "input"}
-    for site, f in made.items():
-        side = sides.get(site.rsplit(".", 1)[1], "paper")
-        assert f.settings["basis"] == side
-        if site.startswith("blocks.0."):
-            assert_same(
-                FactorSet({site: f}), FactorSet(swd.factorize(model, site, basis=side, **how)), provenance=False
-            )
-    assert made["blocks.0.mlp_out"].n_units == made["blocks.0.mlp_out"].d_in
-    # Finished matrices are taken over: the recipe names the basis of each.
-    again = swd.factorize(model, "all", basis="neurons", out=tmp_path, **how)
-    assert_same(made, again)
 
 
 def test_estimate_and_allocate_know_each_matrix_basis(model):
@@ -494,8 +402,3 @@ def test_estimate_and_allocate_know_each_matrix_basis(model):
         model, "mlp_out", sparsity=0.5, tokens=TOKENS, by="error", basis="auto", preset="quick", progress=False
     )
     assert spent.settings["options"] == {"basis": "auto"}
-
-
-def test_the_solver_alone_knows_no_neurons():
-    with pytest.raises(swd.SpecError, match="basis"):
-        swd.solve(torch.randn(8, 4), None, 0.5, basis="auto")

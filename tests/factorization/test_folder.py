@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import swd_lens as swd
-import swd_lens.factorization.solve
+import swd_lens.solver
 from swd_lens.base.errors import FolderInUseError
 from swd_lens.base.writer import HOLDER, LOCK, writing
 from swd_lens.units.factors import FactorSet
@@ -23,16 +23,11 @@ TOKENS = random_tokens(12, 9)
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
-
-
 @pytest.mark.parametrize("second", [{"sparsity": 0.25}, {"tokens": TOKENS}, {"overwrite": True}, {}], ids="-".join)
 @pytest.mark.parametrize("sites", ["mlp_out", "attn_o"])
 def test_the_second_of_two_calls_is_refused_and_nothing_is_lost(model, tmp_path, monkeypatch, second, sites):
     """While the first solves its second matrix, another one starts with other settings or sites, or the same."""
-    other, solve, calls, refusals = toy_model(), swd_lens.factorization.solve.solve, [], []
+    other, solve, calls, refusals = toy_model(), swd_lens.solver.solve, [], []
 
     def beside(*arguments, **named):
         calls.append(0)
@@ -40,7 +35,7 @@ def test_the_second_of_two_calls_is_refused_and_nothing_is_lost(model, tmp_path,
             refusals.append(in_a_thread(lambda: swd.factorize(other, sites, **{**QUICK, **second}, out=tmp_path)))
         return solve(*arguments, **named)
 
-    monkeypatch.setattr(swd_lens.factorization.solve, "solve", beside)
+    monkeypatch.setattr(swd_lens.solver, "solve", beside)
     made = swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
     assert len(calls) == 2 and isinstance(refusals[0], FolderInUseError)
     assert f"is written by factorize (process {os.getpid()} on " in str(refusals[0])
@@ -179,15 +174,3 @@ def test_two_processes_one_is_killed_and_the_other_goes_on(tmp_path, workers):
     assert_same(FactorSet.load(out), resumed)
     assert_same(resumed, factorize(None), provenance=False)
     assert sorted(path.suffix for path in out.iterdir()) == [".json", *[".safetensors"] * len(ALL)]
-
-
-def test_a_holder_is_named_and_gone_at_the_end(model, tmp_path, monkeypatch):
-    seen, solve = [], swd_lens.factorization.solve.solve
-    monkeypatch.setattr(
-        swd_lens.factorization.solve,
-        "solve",
-        lambda *a, **n: seen.append((tmp_path / HOLDER).read_text()) or solve(*a, **n),
-    )
-    swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
-    assert all('"call": "factorize"' in holder and f'"process": {os.getpid()}' in holder for holder in seen)
-    assert not list(tmp_path.glob(".*"))

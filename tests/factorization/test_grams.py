@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens import baselines
 from swd_lens.factorization import grams as calibration
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import find_sites, host_of
@@ -18,11 +17,6 @@ from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import attach
 from tests import families
 from tests.micro import micro_model, random_tokens, toy_model
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
 
 
 def test_grams_by_hand():
@@ -77,34 +71,6 @@ def test_sequential_calibration_reads_behind_the_replaced_sites(model):
     assert torch.equal(by_hand.read, sequential[second].read) and torch.equal(by_hand.write, sequential[second].write)
 
 
-def test_factorize_is_reproducible_and_leaves_the_host_alone(model):
-    tokens = random_tokens(12, 9)
-    logits = model(tokens)
-    first, second = (
-        swd.factorize(model, "all", sparsity=0.5, tokens=tokens, outer_iterations=4, progress=False) for _ in range(2)
-    )
-    assert all(
-        torch.equal(first[s].read, second[s].read) and torch.equal(first[s].write, second[s].write) for s in first
-    )
-    assert list(first) == [site.name for site in find_sites(model)]
-    assert torch.equal(model(tokens), logits)
-    assert first.provenance["tokens"] == 108 and first.provenance["model"] == model.cfg.model_name
-
-
-def test_bad_input(model):
-    with pytest.raises(swd.UnknownSiteError, match=r"Nearest: blocks\.1\.mlp_out"):
-        swd.factorize(model, "blocks.1.mlp_outs")
-    for sparsity in (0.0, 1.0, -0.5, 1.5, float("nan")):
-        with pytest.raises(ValueError, match=r"blocks\.0\.mlp_out .*sparsity"):
-            swd.factorize(model, "blocks.0.mlp_out", sparsity=sparsity, progress=False)
-    with pytest.raises(swd.TokenError, match="outside the vocabulary"):
-        swd.factorize(model, "mlp_out", tokens=[[1, 2, 99]], progress=False)
-    with pytest.raises(ValueError, match=r"calibration must be one of 'sequential', .*, 'dense', got 'both'"):
-        swd.factorize(model, "mlp_out", calibration="both", progress=False)
-    with pytest.warns(UserWarning, match=r"12 calibration tokens for blocks\.0\.mlp_out, which reads 32 inputs"):
-        swd.factorize(model, "blocks.0.mlp_out", tokens=random_tokens(2, 6), outer_iterations=4, progress=False)
-
-
 def test_a_site_that_no_forward_reads_or_that_is_read_twice_is_an_error(model, monkeypatch):
     run_blocks = type(host_of(model)).run_blocks
     tokens, sites = random_tokens(4, 6), find_sites(model, ["blocks.0.mlp_in", "blocks.1.mlp_out", "blocks.1.attn_o"])
@@ -121,16 +87,6 @@ def test_a_site_that_no_forward_reads_or_that_is_read_twice_is_an_error(model, m
     monkeypatch.setattr(type(host_of(model)), "run_blocks", twice)
     with pytest.raises(swd.UnsupportedHostError, match=r"blocks\.0\.mlp_in read 48 vectors on 24 tokens"):
         collect_grams(model, sites, tokens)
-
-
-def test_controls_know_their_sites(model):
-    factors = baselines.random_b(model, "mlp_out", seed=3)
-    assert list(factors) == ["blocks.0.mlp_out", "blocks.1.mlp_out"]
-    again, other = baselines.random_b(model, "mlp_out", seed=3), baselines.random_b(model, "mlp_out", seed=4)
-    for site in factors:
-        assert torch.equal(factors[site].write, again[site].write)
-        assert not torch.equal(factors[site].write, other[site].write)
-    assert not torch.equal(factors["blocks.0.mlp_out"].write, factors["blocks.1.mlp_out"].write)
 
 
 # ---------------------------------------------------------------------------------------------- streams and precision

@@ -16,11 +16,6 @@ NAMED = {**QUICK, "tokens": TOKENS, "calibration": "corrected"}
 
 
 @pytest.fixture(scope="module")
-def model():
-    return toy_model()
-
-
-@pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
     """All matrices, in one call."""
     return swd.factorize(model, "all", **NAMED, out=tmp_path_factory.mktemp("whole"))

@@ -1,7 +1,7 @@
 """On a local Ray cluster of two workers: one is killed in the middle of its task; the bits stay those of one process.
 A set of factors goes to a worker, too.
 
-Run by tests/factorization/test_workers.py in a process of its own. Prints its verdict last.
+Run by tests/factorization/test_cluster.py in a process of its own. Prints its verdict last.
 """
 
 import os
@@ -18,7 +18,7 @@ import torch
 
 from swd_lens.base.errors import SparsityError
 from swd_lens.factorization.workers import Solved, SolveTask, open_workers
-from swd_lens.units.factors import FactorSet
+from swd_lens.units.factors import Factors, FactorSet
 
 LONG = "blocks.1.mlp_out"
 
@@ -54,17 +54,16 @@ def kill_the_long_one(killed: list[int], over: threading.Event) -> None:
 
 
 def same_bits(one: Solved, other: Solved) -> bool:
-    a, b = one.factors, other.factors
     return (
-        torch.equal(a.read.view(torch.int32), b.read.view(torch.int32))
-        and torch.equal(a.write.view(torch.int32), b.write.view(torch.int32))
+        torch.equal(one.read.view(torch.int32), other.read.view(torch.int32))
+        and torch.equal(one.write.view(torch.int32), other.write.view(torch.int32))
         and (one.site, one.relmse, one.relative_frobenius) == (other.site, other.relmse, other.relative_frobenius)
-        and (dict(a.settings), dict(a.provenance)) == (dict(b.settings), dict(b.provenance))
+        and (dict(one.settings), one.solver) == (dict(other.settings), other.solver)
     )
 
 
 def factor_set(solved: list[Solved]) -> FactorSet:
-    return FactorSet({each.site: each.factors for each in solved})
+    return FactorSet({each.site: Factors(each.read, each.write, each.settings) for each in solved})
 
 
 def bits_of(factors: FactorSet) -> dict[str, tuple[bytes, bytes]]:

@@ -3,11 +3,17 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swd_lens.base.errors import BudgetError
+from swd_lens.base.errors import (
+    BudgetError,
+)
+from swd_lens.factorization.solve import solve
 from swd_lens.solver import PRESETS, AnnealSpec, Budget, DsfSpec, plan_budget, plan_shares, realised
+
+WEIGHT = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
 
 PAPER = PRESETS["paper"]
 EXACT = DsfSpec(rounding="exact")
@@ -119,3 +125,56 @@ def test_shares_always_add_up_or_are_refused(d_in: int, d_out: int, sparsity: fl
     budget = plan_shares(d_in, d_out, sparsity, units, AnnealSpec(square_share=share))
     assert budget.total == min(total, units * (n + long))
     assert units <= budget.square <= units * n and units <= budget.other <= units * long
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (12, 8), (40, 40), (17, 5)])
+@pytest.mark.parametrize("rounding", ["reference", "exact"])
+def test_budget_names_a_sparsity_that_is_feasible_and_nearly_the_largest(shape: tuple[int, int], rounding: str):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    options = {"outer_iterations": 4, "rounding": rounding, "preset": "paper"}
+    with pytest.raises(BudgetError, match="the largest feasible sparsity is") as refused:
+        solve(weight, sparsity=0.99, **options)
+    largest = float(str(refused.value).split("largest feasible sparsity is ")[1].split(",")[0])
+    assert bool(torch.isfinite(solve(weight, sparsity=largest, **options).product()).all())
+    with pytest.raises(BudgetError):
+        solve(weight, sparsity=largest + 2e-4 + 1 / weight.numel(), **options)
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (12, 8), (40, 40), (17, 5)])
+@pytest.mark.parametrize("units", [None, "1.5x", 3])
+def test_budget_names_the_largest_feasible_sparsity_of_any_width(shape: tuple[int, int], units: int | str | None):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(BudgetError, match="the largest feasible sparsity is") as refused:
+        solve(weight, sparsity=0.999, units=units, outer_iterations=2)
+    largest = float(str(refused.value).split("largest feasible sparsity is ")[1].split(",")[0])
+    factors = solve(weight, sparsity=largest, units=units, outer_iterations=2)
+    assert factors.edges <= (1 - largest) * weight.numel() + 1e-6 and bool(torch.isfinite(factors.product()).all())
+    with pytest.raises(BudgetError):  # named to four digits; one edge less is one of the matrix's entries less
+        solve(weight, sparsity=largest + 2e-4 + 1 / weight.numel(), units=units, outer_iterations=2)
+
+
+def test_budget_names_the_largest_number_of_units():
+    # K = 24 of 96: twelve units with a read and a write edge each.
+    with pytest.raises(
+        BudgetError, match=r"K=24 edges of 96 for a \(8, 12\) matrix, but 13 units need 26.*units=12"
+    ) as e:
+        solve(WEIGHT, sparsity=0.75, units=13)
+    assert "0.7291" in str(e.value)  # 1 - 26 / 96 = .72917
+    assert solve(WEIGHT, sparsity=0.75, units=12, outer_iterations=2).n_units == 12
+
+
+def test_square_matrix_where_the_square_factor_would_take_the_whole_budget():
+    # s = .875 leaves 12.5 % of the entries, a square matrix's square factor takes 16 %: the reference crashes here.
+    with pytest.raises(BudgetError, match=r"K=200 edges of 1,600 for a \(40, 40\).*takes 256 .*needs 40"):
+        solve(torch.randn(40, 40), sparsity=0.875, preset="paper")
+    assert solve(torch.randn(40, 40), sparsity=0.875).edges == 200
+
+
+def test_no_sparsity_is_feasible():
+    with pytest.raises(BudgetError, match="no sparsity is feasible"):
+        solve(torch.randn(2, 2), sparsity=0.25, preset="paper")
+    # Two units need all four entries; one unit is content with two of the three that s = .25 leaves.
+    with pytest.raises(BudgetError, match="no sparsity is feasible, or give units=1"):
+        solve(torch.randn(2, 2), sparsity=0.25)
+    with pytest.raises(BudgetError, match=r"no sparsity is feasible$"):
+        solve(torch.randn(1, 2), sparsity=0.5)

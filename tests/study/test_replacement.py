@@ -56,7 +56,7 @@ def test_the_whole_road_and_its_folder(model, tmp_path):
     never = pytest.MonkeyPatch()
     with never.context() as patch:
         patch.setattr(replacement, "allocate", None)
-        patch.setattr("swd_lens.factorization.solve.solve", None)
+        patch.setattr("swd_lens.solver.solve", None)
         again = swd.replace_model(
             model, sparsity=0.6, budgets="kl", out=tmp_path, finetune_options=TUNE, prompts=HELDOUT[:2, :4], **QUICK
         )

@@ -24,7 +24,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from swd_lens.base.errors import callers_level, legible
 from swd_lens.factorization.solve import SolveTask, threads_set_to
-from swd_lens.factorization.workers.order import Assignment, Failed, lost, read_reply
+from swd_lens.factorization.workers.order import Assignment, Failed, after_death, read_reply
 from swd_lens.factorization.workers.parcel import Parcel, attempt, pack_task
 
 _CONNECT_SECONDS = 10.0
@@ -69,9 +69,11 @@ class Cluster:
                 # Outside of `attempt`, and the same at every attempt: swd_lens is missing on the node.
                 return stored.number, Failed(error)
             except RayError as error:
-                failed = self._after_death(stored, error)
+                how = f"died ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+            failed = after_death(stored, self._retries, "Ray worker", how)
             if failed is not None:
                 return stored.number, failed
+            self._start(stored)
 
     def cancel(self) -> None:
         for answer in self._waiting:
@@ -94,22 +96,6 @@ class Cluster:
             max_retries=0,
         )
         self._waiting[remote.remote(stored.parcel, self._threads)] = stored
-
-    def _after_death(self, stored: _Stored, error: RayError) -> Failed | None:
-        """None: it is submitted again."""
-        stored.attempts += 1
-        how = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        if stored.attempts > self._retries:
-            return lost(stored.task, stored.attempts, how)
-        warnings.warn(
-            RuntimeWarning(
-                f"the Ray worker that solved {stored.task.site} died ({legible(how)}); trying again ({stored.attempts} of "
-                f"{self._retries} retries)"
-            ),
-            stacklevel=callers_level(),
-        )
-        self._start(stored)
-        return None
 
 
 def _solve(parcel: Parcel, threads: int) -> tuple[str, Any]:

@@ -8,11 +8,12 @@ So memory holds as many tasks as workers + 1, however many there are. An error w
 finished before it in order is given out first, as in one process; but nothing is drawn any more.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from swd_lens.base.errors import WorkerLostError
+from swd_lens.base.errors import WorkerLostError, callers_level, legible
 from swd_lens.factorization.solve import Solved, SolveTask, solve_task, threads_set_to
 from swd_lens.factorization.workers.parcel import Parcel, unpack_solved
 from swd_lens.solver import OnIteration
@@ -66,7 +67,7 @@ class Backend(Protocol):
 
 
 class Workers:
-    """What `open_workers` opens.
+    """Workers that solve tasks; made by `open_workers`.
 
     Args:
         backend: other processes; None: this one.
@@ -150,20 +151,18 @@ def _in_order(
                 on_finished(result["site"])
             del result
             while given in ended:
-                yield _opened(ended.pop(given))
+                first = ended.pop(given)
+                if isinstance(first, Failed):
+                    raise first.error
                 given += 1
+                yield unpack_solved(first)
+                del first
     finally:
         backend.cancel()
 
 
-def _opened(result: Parcel | Failed) -> Solved:
-    if isinstance(result, Failed):
-        raise result.error
-    return unpack_solved(result)
-
-
 def read_reply(reply: tuple[str, Any]) -> Parcel | Failed:
-    """What `swd_lens.factorization.workers.parcel.attempt` answered."""
+    """The parcel, or the error, in the answer of `swd_lens.factorization.workers.parcel.attempt`."""
     kind, content = reply
     if kind == "solved":
         return content
@@ -172,13 +171,22 @@ def read_reply(reply: tuple[str, Any]) -> Parcel | Failed:
     return Failed(error)
 
 
-def lost(task: SolveTask, attempts: int, how: str) -> Failed:
-    """No further attempt: the error that says so."""
+def after_death(assignment: Assignment, retries: int, worker: str, how: str) -> Failed | None:
+    """Count the death of a worker over a task; the error, if it was the last attempt, else None, with a warning: try again."""
+    assignment.attempts += 1
+    task, n = assignment.task, assignment.attempts
+    if n <= retries:
+        warnings.warn(
+            RuntimeWarning(
+                f"the {worker} that solved {task.site} {legible(how)}; trying again ({n} of {retries} retries)"
+            ),
+            stacklevel=callers_level(),
+        )
+        return None
     memory = f"it is estimated to need {task.bytes / 1e9:.3g} GB" if task.bytes else "its memory was not estimated"
     return Failed(
         WorkerLostError(
-            f"{task.site} {tuple(task.weight.shape)}: its worker died {attempts} times out of {attempts} attempts, last: "
-            f"{how}. If memory ran out ({memory}), use fewer workers or a machine with more; else look into the worker's "
-            "messages"
+            f"{task.site} {tuple(task.weight.shape)}: its worker died {n} times out of {n} attempts, last: it {how}. If memory "
+            f"ran out ({memory}), use fewer workers or a machine with more; else look into the worker's messages"
         )
     )

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from swd_lens.base.errors import legible
 from swd_lens.factorization.solve import Solved, SolveTask, solve_task
-from swd_lens.units.factors import Factors
 
 Parcel = dict[str, Any]
 
@@ -90,27 +89,22 @@ def _grams_of(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pack_solved(solved: Solved) -> Parcel:
-    """Without the weight; the other side has it."""
-    f = solved.factors
-    return {
-        "site": solved.site,
-        "read": _pack_factor(f.read),
-        "write": _pack_factor(f.write),
-        "settings": dict(f.settings),
-        "provenance": dict(f.provenance),
-        "relmse": solved.relmse,
-        "relative_frobenius": solved.relative_frobenius,
-        "relmse_of_others": solved.relmse_of_others,
-        "device": str(f.read.device),
-    }
+    """The result, with the name of its device."""
+    factors = {"read": _pack_factor(solved.read), "write": _pack_factor(solved.write)}
+    return {**vars(solved), **factors, "device": str(solved.read.device)}
 
 
 def unpack_solved(parcel: Parcel) -> Solved:
-    """The result, on the parcel's device. `factors.weight` is None."""
-    read, write = (_unpack_factor(parcel[side]).to(parcel["device"]) for side in ("read", "write"))
-    factors = Factors(read, write, parcel["settings"], parcel["provenance"])
-    errors = (parcel[name] for name in ("relmse", "relative_frobenius", "relmse_of_others"))
-    return Solved(parcel["site"], factors, *errors)
+    """The result, on the parcel's device."""
+    device = parcel["device"]
+    values = {name: value for name, value in parcel.items() if name != "device"}
+    for side in ("read", "write"):
+        packed = parcel[side]
+        rows, columns = packed.shape
+        dense = torch.zeros(rows * columns, dtype=torch.float32)
+        dense.numpy()[np.unpackbits(packed.nonzero, count=rows * columns).astype(bool)] = packed.values
+        values[side] = dense.view(rows, columns).to(device)
+    return Solved(**values)
 
 
 def send(pipe: IO[bytes], value: Any) -> None:
@@ -163,14 +157,6 @@ def _pack_factor(factor: Float[Tensor, "_rows _columns"]) -> PackedFactor:
     return PackedFactor(np.packbits(nonzero.view(-1).numpy()), dense[nonzero].numpy(), tuple(dense.shape))
 
 
-def _unpack_factor(packed: PackedFactor) -> Float[Tensor, "_rows _columns"]:
-    rows, columns = packed.shape
-    nonzero = np.unpackbits(packed.nonzero, count=rows * columns).astype(bool)
-    dense = torch.zeros(rows * columns, dtype=torch.float32)
-    dense.numpy()[nonzero] = packed.values
-    return dense.view(rows, columns)
-
-
 # ---------------------------------------------------------------------------------------------- a worker process
 
 
@@ -205,13 +191,9 @@ def attempt(parcel: Parcel, device: str | None = None) -> tuple[str, Any]:
         return "solved", pack_solved(solve_task(unpack_task(parcel, device)))
     except Exception as error:
         text = "".join(traceback.format_exception(error))
-        return "failed", (_portable(error), text)
-
-
-def _portable(error: Exception) -> Exception:
-    """The error itself if it survives pickling, else a RuntimeError that says the same."""
-    try:
-        copy = pickle.loads(pickle.dumps(error))
-        return copy if type(copy) is type(error) else RuntimeError(repr(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        try:  # the error itself if it survives pickling, else one that says the same
+            copy = pickle.loads(pickle.dumps(error))
+            portable = copy if type(copy) is type(error) else RuntimeError(repr(error))
+        except Exception:
+            portable = RuntimeError(f"{type(error).__name__}: {error}")
+        return "failed", (portable, text)

@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import threading
-import warnings
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,10 +27,9 @@ from typing import IO
 
 import torch
 
-from swd_lens.base.errors import callers_level, legible
 from swd_lens.base.machine import available_bytes
 from swd_lens.factorization.solve import SolveTask
-from swd_lens.factorization.workers.order import Assignment, Failed, lost, read_reply
+from swd_lens.factorization.workers.order import Assignment, Failed, after_death, read_reply
 from swd_lens.factorization.workers.parcel import BOOTSTRAP, Parcel, pack_task, receive, send
 
 _PACKAGE = Path(__file__).absolute().parents[2]
@@ -39,7 +37,7 @@ _PACKAGE = Path(__file__).absolute().parents[2]
 
 @dataclass(frozen=True)
 class _Report:
-    """Of a worker's thread; `result` is None if the process died. Once `over`, the process takes no further task."""
+    """Message of a worker's thread; `result` is None if the process died. Once `over`, the process takes no further task."""
 
     worker: "_Worker"
     result: Parcel | Failed | None
@@ -71,7 +69,8 @@ class Pool:
             if report.over:
                 self._workers.remove(report.worker)
                 how = report.worker.ending()
-                result = self._after_death(assignment, how) if result is None else result
+                if result is None and (result := after_death(assignment, self._retries, "worker process", how)) is None:
+                    self._waiting.appendleft(assignment)
             self._start_what_fits()
             if result is not None:
                 return assignment.number, result
@@ -103,21 +102,6 @@ class Pool:
             return True
         return assignment.attempts < 2 and (self._memory is None or sum(beside) + assignment.task.bytes <= self._memory)
 
-    def _after_death(self, assignment: Assignment, how: str) -> Failed | None:
-        """None: it is in line again."""
-        assignment.attempts += 1
-        if assignment.attempts > self._retries:
-            return lost(assignment.task, assignment.attempts, how)
-        warnings.warn(
-            RuntimeWarning(
-                f"the worker process that solved {assignment.task.site} {legible(how)}; trying again ({assignment.attempts} of "
-                f"{self._retries} retries)"
-            ),
-            stacklevel=callers_level(),
-        )
-        self._waiting.appendleft(assignment)
-        return None
-
 
 class _Worker:
     """One process and the thread that speaks with it. `assignment` is what it works on, None if it is free."""
@@ -126,11 +110,13 @@ class _Worker:
         self.assignment: Assignment | None = None
         self._inbox: queue.SimpleQueue[SolveTask | None] = queue.SimpleQueue()
         where = json.dumps([[str(path) for path in sys.path], str(_PACKAGE)])
+        # The number of threads for every library that asks; waiting threads spin a little, then sleep (__init__.py).
+        given = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         self._process = subprocess.Popen(
             [sys.executable, "-c", BOOTSTRAP, where, str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=_environment(threads),
+            env={"GOMP_SPINCOUNT": "1000", **os.environ, **given},
             start_new_session=True,  # Ctrl-C in a terminal is for the parent, which ends its workers
         )
         self._thread = threading.Thread(target=self._speak, args=(reports,), daemon=True)
@@ -181,9 +167,3 @@ class _Worker:
         except Exception as error:  # options that cannot be sent, no memory for the answer
             self._process.kill()  # who knows what is left in the pipe
             return _Report(self, Failed(error), over=True)
-
-
-def _environment(threads: int) -> dict[str, str]:
-    """Ours, with the number of threads for every library that asks; waiting threads spin a little, then sleep (__init__.py)."""
-    given = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    return {"GOMP_SPINCOUNT": "1000", **os.environ, **given}

@@ -196,7 +196,7 @@ def _factor_set(model: Any, sites: Pattern, factorized: Callable[[Tensor, int], 
     """Factors of the matrices that `sites` names, each from its weight and its place in the list."""
     host = host_of(model)
     factors = {
-        site.name: stamp(factorized(host.weight(site), i), model, site, {})
+        site.name: stamp(factorized(host.weight(site), i), model, site)
         for i, site in enumerate(find_sites(model, sites))
     }
     return FactorSet(factors, {"swd_lens": __version__, "model": str(model.cfg.model_name), **how})

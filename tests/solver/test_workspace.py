@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from swd_lens.factorization.solve import solve
 from swd_lens.solver.anneal import Phase, update_read
 from swd_lens.solver.metric import Metric
 from swd_lens.solver.start import Block
@@ -42,14 +41,3 @@ def test_a_read_update_in_shared_buffers_is_the_formula(steps: int, blend: float
         dual = dense - factor
     torch.testing.assert_close(block.factor, factor / norm)
     torch.testing.assert_close(block.dual, dual)
-
-
-def test_square_matrices_share_their_edges_evenly():
-    """AnnealSpec.balance "auto": a fixed share gives the factor of the units' side a third of K at s = .5."""
-    weight, gram, edges = weight_of((48, 48)), gram_of(48), 48 * 48 // 2
-    shares = []
-    for options in ({}, {"balance": 0}):
-        factors = solve(weight, gram, precision="float32", **options)
-        assert factors.read.count_nonzero() + factors.write.count_nonzero() == edges
-        shares.append(factors.settings["budget_square"] / edges)
-    assert 0.42 < shares[0] < 0.58 and shares[1] == pytest.approx(1 / 3, abs=0.01)

@@ -1,0 +1,39 @@
+"""Where units start (start.py)."""
+
+import torch
+
+from swd_lens.factorization.solve import solve
+from swd_lens.solver import Budget
+from swd_lens.solver.spec import AnnealSpec
+from swd_lens.solver.start import owners, share_out, start
+from swd_lens.units.factors import Factors
+from tests.solver.matrices import gram_of, weight_of
+
+
+def assert_same_bits(one: Factors, other: Factors) -> None:
+    assert torch.equal(one.read, other.read) and torch.equal(one.write, other.write)
+
+
+def test_the_seed_deals_the_copies():
+    weight, gram = weight_of((20, 32)), gram_of(20)
+    first, second = (solve(weight, gram, units="2x", seed=seed, outer_iterations=4) for seed in (0, 1))
+    assert not torch.equal(first.read, second.read)
+    one, other = (solve(weight, gram, seed=seed, outer_iterations=4) for seed in (0, 1))
+    assert_same_bits(one, other)  # nothing to deal
+
+
+def test_units_start_as_coordinates_of_the_short_side_and_none_is_empty():
+    """Five units of three coordinates: one each, then the two of largest norm again."""
+    target = torch.tensor([[1.0, 0.0, 0.0, 0.5], [3.0, 1.0, 0.0, 0.0], [0.0, 0.0, 2.0, 2.0]])
+    owner, copy = owners(target, 5)
+    assert owner.tolist() == [0, 1, 2, 1, 2] and copy.tolist() == [0, 0, 0, 1, 1]
+    read, write = start(target, 5, Budget(5, 8), AnnealSpec())
+    assert torch.equal(read.factor, torch.nn.functional.one_hot(owner, 3).T.float())
+    assert bool(write.factor.any(1).all()) and bool(((write.factor == 0) | (write.factor == target[owner])).all())
+
+
+def test_budgets_are_shared_out_within_what_factors_hold():
+    read, write = start(weight_of((4, 9)), 4, Budget(6, 20), AnnealSpec())
+    for reads, shares in ((10, (10, 16)), (0, (4, 22)), (99, (16, 10))):
+        share_out(read, write, reads)
+        assert (read.budget, write.budget) == shares
