@@ -26,7 +26,7 @@ from swd_lens.circuits.screen import remark_of
 from swd_lens.report import plots, wording
 from swd_lens.report.looks import looks_of
 from swd_lens.report.recipe import load_code, run_code
-from swd_lens.report.wording import controls_of, headline, main_replacement, paper_of, pruned_of
+from swd_lens.report.wording import headline, main_replacement, methods_of
 from swd_lens.study import Run
 from swd_lens.study.run_file import Replacement
 from swd_lens.study.section import AttentionView, Cell, ReportSection
@@ -112,7 +112,8 @@ def _results(run: Run) -> Iterator[Section]:
 
 
 def _what(run: Run) -> Iterator[Section]:
-    beside = {"controls": controls_of(run), "paper": paper_of(run), "pruned": pruned_of(run)}
+    beside = {"exact": methods_of(run, "control", exact=True), "paper": methods_of(run, "paper")}
+    beside |= {"pruned": methods_of(run, "control"), "controls": run.settings.get("controls", [])}
     yield Section("what", "What was done", {**beside, "left_out": run.settings.get("controls left out", [])})
 
 

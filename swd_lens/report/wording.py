@@ -17,7 +17,6 @@ from typing import Any
 
 import pandas as pd
 
-from swd_lens.circuits import Comparison
 from swd_lens.circuits.comparison import priced
 from swd_lens.circuits.measure import RECOVERED, Threshold, part_of
 from swd_lens.study import Run
@@ -161,12 +160,15 @@ def headline(run: Run, recovered: float = RECOVERED) -> list[str]:
         for task, comparison in by_task.items()
         for method, curve in comparison.curves.items()
     ]
-    controls = () if subject.control else [*_solved_beside(run, subject), *controls_of(run)]
+    beside = (r for r in run.replacements if abs(r.factors.sparsity - subject.factors.sparsity) < _SAME_SPARSITY)
+    solved = dict.fromkeys(r.method for r in beside if r.control and not r.exact)
+    controls = () if subject.control else [*solved, *methods_of(run, "control", exact=True)]
     apart = {
         (surface, control)
         for surface, comparison in run.comparisons.items()
         for control in controls
-        if _worse(comparison, subject.method, control)
+        if {subject.method, control} <= set(comparison.methods)
+        and replace(comparison, reference=subject.method).out_by(control)
     }
     return [
         *_opening(run, subject.method, controls, threshold, apart),
@@ -216,31 +218,9 @@ def main_replacement(run: Run) -> Replacement | None:
     return max(candidates, key=lambda r: (len(r.factors), r.factors.sparsity), default=None)
 
 
-def controls_of(run: Run) -> list[str]:
-    """The methods of the exact replacements."""
-    return list(dict.fromkeys(r.method for r in run.replacements if r.exact))
-
-
-def pruned_of(run: Run) -> list[str]:
-    """The methods of the pruned controls."""
-    return list(dict.fromkeys(r.method for r in run.replacements if r.pruned))
-
-
-def paper_of(run: Run) -> list[str]:
-    """The methods of the controls that the paper's solver made."""
-    return list(dict.fromkeys(r.method for r in run.replacements if r.paper))
-
-
-def _solved_beside(run: Run, subject: Replacement) -> list[str]:
-    """The methods of the controls with as many edges as the subject has."""
-    of_sparsity = (r for r in run.replacements if abs(r.factors.sparsity - subject.factors.sparsity) < _SAME_SPARSITY)
-    return list(dict.fromkeys(r.method for r in of_sparsity if r.pruned or r.paper))
-
-
-def _worse(comparison: Comparison, method: str, control: str) -> bool:
-    """Whether the control's CE or KL is known to be worse than the method's by more than the comparison's tolerance."""
-    known = {method, control} <= set(comparison.methods)
-    return known and bool(replace(comparison, reference=method).out_by(control))
+def methods_of(run: Run, role: str, *, exact: bool = False) -> list[str]:
+    """List the methods that have this role, exact ones or others."""
+    return list(dict.fromkeys(r.method for r in run.replacements if (r.role, r.exact) == (role, exact)))
 
 
 def _fidelity_sentence(r: Replacement) -> str:

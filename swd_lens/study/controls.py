@@ -67,6 +67,11 @@ class SolvedMethod:
         return next((site for site in sites if edges(site.d_in, site.d_out, self.size) < edges_needed(site)), None)
 
     @property
+    def role(self) -> str:
+        """Its role in comparisons."""
+        return "swd" if self.control is None else "paper" if self.control in PAPER else "control"
+
+    @property
     def asked(self) -> dict[str, Any]:
         """Arguments of `factorize`, but for text."""
         if not isinstance(self.size, Goal):

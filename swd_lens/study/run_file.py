@@ -2,11 +2,9 @@
 
 1. A `Replacement` is one surface replaced by one method. Sparse factors go to a folder of their own; of exact ones, which are
    dense and made in a moment, the file keeps a `FactorsRecord`: sizes, counts and provenance.
-2. The file names its format. Format 2 keeps everything the report shows; format 1 (until swd_lens had `Run.load`) named no
-   format and lacks what exact factors were, which curves are seeds of one method, and fidelities of controls: it is read with
-   those left out. A later format is refused.
+2. The file names its format, and keeps everything the report shows. A later format is refused.
 3. The file is sealed, and "files" has the hash of every folder's index, which has those of its tensors: what was changed since,
-   or belongs to another run, is refused (runs of earlier versions carry no hash and are read with a warning).
+   or belongs to another run, is refused.
 4. JSON knows no NaN: undefined and infinite numbers are null there, and NaN when read. Scores, means and prompts' margins are
    tensors and stay out; curves that were loaded price circuits, but cannot make them.
 """
@@ -20,35 +18,46 @@ from typing import Any
 
 import torch
 
+from swd_lens.base.checks import one_of
 from swd_lens.base.errors import FactorFileError, legible, quoted
 from swd_lens.base.files import plain, sha256
 from swd_lens.base.record import PlainRecord, checked
-from swd_lens.base.sealed import hashes_of, read_json, readable, require_hashes, unseal
+from swd_lens.base.sealed import hashes_of, read_json, require_hashes, unseal
 from swd_lens.circuits import Comparison, CostCurve
-from swd_lens.circuits.comparison import TOLERANCE, TaskComparison
+from swd_lens.circuits.comparison import ROLES, TaskComparison
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.hosts.sites import split_name
-from swd_lens.study.controls import EXACT
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.index import INDEX, open_folder
 
-FORMAT = 2
+FORMAT = 1
 NAME, WHAT = "run.json", "a run"
 # What folders of factors end in while a run is saved over another one. `folders_named` gives no name with this sign.
 STAGED = "~new"
-_PARTS = ("settings", "seconds", "fidelity", "circuits", "units")
+_PARTS = (
+    "format",
+    "settings",
+    "seconds",
+    "fidelity",
+    "comparisons",
+    "circuits",
+    "units",
+    "attention",
+    "extras",
+    "files",
+)
 _CURVE = {"units", "edges", "recovered", "sufficiency", "drop"}  # columns of a curve that every report draws
 
 
 @dataclass(frozen=True)
 class _Task(PlainRecord):
-    """What a run's settings say of a task."""
+    """The sizes of a task in a run's settings, where it comes from, and a prompt."""
 
-    train: int | None = None
-    validation: int | None = None  # runs of former versions had none
-    test: int | None = None
-    source: str = ""
-    example: str = ""
+    train: int
+    validation: int
+    test: int
+    source: str
+    example: str
 
 
 @dataclass(frozen=True)
@@ -68,9 +77,11 @@ _SETTINGS: Mapping[str, Any] = {
     "tasks": Mapping[str, _Task],
     "sparsities": list[float],
 }
-_ROW = {"surface": str, "method": str, "edges": int, "units": int, "sparsity": float, "seconds": float}
-_KINDS = ("pruned", "paper")  # of controls; true where it is there
-_COMPARISON = {"tasks": list[str], "groups": Mapping[str, list[str]], "reference": str, "tolerance": float}
+_ROW = {"surface": str, "method": str, "role": str, "edges": int, "units": int, "sparsity": float, "seconds": float}
+_COMPARISON = {
+    **{"tasks": list[str], "groups": Mapping[str, list[str]], "reference": str, "tolerance": float},
+    "roles": Mapping[str, str],
+}
 
 
 @dataclass(frozen=True)
@@ -108,9 +119,8 @@ class Replacement:
     Attributes:
         factors: of exact ones a loaded run has a record only, they are not saved.
         seconds: that the factors took.
-        exact: a control: every matrix written as a product without an error.
-        pruned: a control: neurons or singular vectors with as few edges as SWD has.
-        paper: a control: SWD by the paper's solver, beside that of the study.
+        role: "swd", "control", or "paper": SWD by the paper's solver, beside that of the study.
+        exact: every matrix is written as a product without an error; a control that is not has as few edges as SWD has.
     """
 
     surface: str
@@ -118,22 +128,20 @@ class Replacement:
     factors: FactorSet | FactorsRecord
     fidelity: Fidelity
     seconds: float
+    role: str = "swd"
     exact: bool = False
-    pruned: bool = False
-    paper: bool = False
 
     @property
     def control(self) -> bool:
         """Whether it stands beside what the run is about."""
-        return self.exact or self.pruned or self.paper
+        return self.role != "swd"
 
     def as_dict(self, folder: str) -> dict[str, Any]:
         """Plain values; sparse factors are in `folder`."""
         f = self.factors
-        row = {"surface": self.surface, "method": self.method, "edges": f.edges, "units": f.n_units}
+        row = {"surface": self.surface, "method": self.method, "role": self.role, "edges": f.edges, "units": f.n_units}
         row |= {"sparsity": f.sparsity, "seconds": self.seconds, **self.fidelity.as_dict()}
         described = {"sites": dict(f.summary()), "provenance": dict(f.provenance)}
-        row |= {name: True for name in _KINDS if getattr(self, name)}
         return row | ({"factors": described} if self.exact else {"folder": folder})
 
     @classmethod
@@ -144,6 +152,7 @@ class Replacement:
             KeyError, TypeError, ValueError: it is something else.
         """
         row = checked("Replacement", row, _ROW)
+        one_of("role", row["role"], ROLES)
         measured, exact = Fidelity.from_dict(row), "factors" in row
         described = row["factors"] if exact else {"sites": {site: {} for site in measured.relmse}, "provenance": {}}
         described = checked(
@@ -153,9 +162,7 @@ class Replacement:
             split_name(site)
             _Site.from_dict(known)
         record = FactorsRecord(described["sites"], row["edges"], row["units"], row["sparsity"], described["provenance"])
-        kinds = checked("Replacement", row, dict.fromkeys(_KINDS, bool), optional=True)
-        kinds = {name: kinds.get(name, False) for name in _KINDS}
-        return cls(row["surface"], row["method"], record, measured, row["seconds"], exact, **kinds)
+        return cls(row["surface"], row["method"], record, measured, row["seconds"], row["role"], exact)
 
 
 def folders_of(replacements: Sequence[Replacement]) -> list[str]:
@@ -183,18 +190,23 @@ def indexes_of(folder: Path, places: Mapping[str, str]) -> dict[str, str]:
 
 
 def holds(folder: Path, factors: FactorSet) -> bool:
-    """Whether a folder has exactly these factors already."""
+    """Say whether a folder has exactly these factors already."""
     try:
         provenance, stored = open_folder(folder)
-        same = list(stored) == list(factors) and provenance == json.loads(json.dumps(plain(factors.provenance)))
-        return same and all(_same(Factors(**stored[site].parts()), f) for site, f in factors.items())
+        if list(stored) != list(factors) or provenance != json.loads(json.dumps(plain(factors.provenance))):
+            return False
+        for site, new in factors.items():
+            old = Factors(**stored[site].parts())
+            about = [json.dumps(plain([f.settings, f.provenance]), sort_keys=True) for f in (old, new)]
+            if (
+                about[0] != about[1]
+                or not torch.equal(old.read, new.read.cpu())
+                or not torch.equal(old.write, new.write.cpu())
+            ):
+                return False
+        return True
     except (FactorFileError, FileNotFoundError):
         return False
-
-
-def _same(a: Factors, b: Factors) -> bool:
-    about = [json.dumps(plain([f.settings, f.provenance]), sort_keys=True) for f in (a, b)]
-    return about[0] == about[1] and torch.equal(a.read, b.read.cpu()) and torch.equal(a.write, b.write.cpu())
 
 
 def with_factors(folder: Path, replacements: Sequence[Replacement], hashes: Mapping[str, str]) -> list[Replacement]:
@@ -239,7 +251,7 @@ def _factors(folder: Path, name: str, replacement: Replacement, hashes: Mapping[
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The values in a folder's run.json, as format 2 has them.
+    """Read the values of a folder's run.json.
 
     Raises:
         FileNotFoundError: there is none.
@@ -255,34 +267,13 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or not set(_PARTS) <= set(values):
         missing = ", ".join(part for part in _PARTS if not isinstance(values, dict) or part not in values)
         raise ValueError(f"{legible(path)} is not what Run.save writes: it lacks {legible(missing)}")
-    version = values.get("format", 1)
+    version = values["format"]
     if not isinstance(version, int) or version > FORMAT:
         raise ValueError(
             f"{legible(path)} has run format {quoted(version)} (swd_lens {values.get('swd_lens', 'of a later version')}), "
             f"this swd_lens reads up to {FORMAT}; update swd_lens"
         )
-    values = unseal(values, path, WHAT)
-    with readable(path, WHAT):
-        values = _from_format_1(values) if version == 1 else values
-    return {"files": {}, **values}
-
-
-def _from_format_1(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What format 1 says, as format 2 would: its first replacement of a surface is the reference."""
-    rows = [
-        {**row, "factors": {"sites": {site: {} for site in row["relmse"]}, "provenance": {}}}
-        if row["method"] == EXACT["svd"]
-        else row
-        for row in values["fidelity"]
-    ]
-    comparisons: dict[str, dict[str, Any]] = {}
-    for curve in values["circuits"]:
-        surface = curve["surface"]
-        measured = {row["method"]: row for row in rows if row["surface"] == surface}
-        described = {"tasks": {}, "groups": {}, "fidelities": measured, "tolerance": TOLERANCE}
-        comparisons.setdefault(surface, described | {"reference": next(iter(measured), "")})
-        comparisons[surface]["tasks"][curve["task"]] = None
-    return {**values, "fidelity": rows, "comparisons": comparisons, "attention": [], "extras": []}
+    return unseal(values, path, WHAT)
 
 
 def comparison_to_dict(comparison: Comparison) -> dict[str, Any]:
@@ -320,7 +311,7 @@ def comparisons_of(values: Mapping[str, Any]) -> dict[str, Comparison]:
             {name: Fidelity.from_dict(measured) for name, measured in own["fidelities"].items()},
             own["reference"],
             own["tolerance"],
-            checked("Comparison", described, {"roles": Mapping[str, str]}, optional=True).get("roles", {}),
+            own["roles"],
         )
         others = checked("Comparison", described, {"others": list[list[Mapping[str, Any]]]}, optional=True)
         others = [replace(first, tasks=_tasks(own["tasks"], rows)) for rows in others.get("others", ())]

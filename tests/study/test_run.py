@@ -188,7 +188,7 @@ def test_pruned_controls_are_made_at_every_sparsity(default_model, tasks, run, t
     by_method = {r.method: r for r in with_pruned.replacements}
     pruned = [f"{name} s={s}" for name in ("Neurons pruned", "SVD pruned") for s in (0.5, 0.75)]
     assert list(by_method) == ["SWD s=0.5", "SWD s=0.75", *pruned, "neurons"]
-    assert [m for m, r in by_method.items() if r.pruned] == pruned
+    assert [m for m, r in by_method.items() if r.role == "control" and not r.exact] == pruned
     assert [m for m, r in by_method.items() if r.control] == [*pruned, "neurons"]
     makers = {"Neurons pruned": swd.baselines.pruned, "SVD pruned": swd.baselines.svd_pruned}
     for name, make in makers.items():
@@ -210,7 +210,7 @@ def test_pruned_controls_are_made_at_every_sparsity(default_model, tasks, run, t
 
     with_pruned.save(tmp_path)
     loaded = swd.study.Run.load(tmp_path)
-    assert [(r.pruned, r.exact) for r in loaded.replacements] == [(r.pruned, r.exact) for r in with_pruned.replacements]
+    assert [(r.role, r.exact) for r in loaded.replacements] == [(r.role, r.exact) for r in with_pruned.replacements]
     again = next(r for r in loaded.replacements if r.method == "SVD pruned s=0.75").factors
     assert torch.equal(again[site].read, by_method["SVD pruned s=0.75"].factors[site].read)
     assert headline(loaded) == headline(with_pruned)
@@ -224,7 +224,7 @@ def test_the_papers_swd_is_a_control(default_model, run, tmp_path):
         how = {"tokens": swd.text_tokens(1024, split="train"), "precision": "auto", "progress": False}
         alone = swd.factorize(default_model, sites, sparsity=0.75, preset="paper", **how)
         (made,) = (r for r in run.replacements if (r.surface, r.method) == (surface, "SWD (paper) s=0.75"))
-        assert made.paper and made.control and not made.pruned and not made.exact
+        assert made.role == "paper" and made.control and not made.exact
         for site in sites:
             assert torch.equal(made.factors[site].read, alone[site].read)
             assert torch.equal(made.factors[site].write, alone[site].write)
@@ -233,7 +233,7 @@ def test_the_papers_swd_is_a_control(default_model, run, tmp_path):
             assert (settings["preset"], settings["precision"], settings["outer_iterations"]) == ("paper", "float64", 5)
         assert run.sparsest(surface).method == "SWD s=0.75"
         assert run.comparisons[surface].reference == "SWD s=0.5"
-    assert [r.method for r in run.replacements if r.paper] == ["SWD (paper) s=0.5", "SWD (paper) s=0.75"] * 2
+    assert [r.method for r in run.replacements if r.role == "paper"] == ["SWD (paper) s=0.5", "SWD (paper) s=0.75"] * 2
     sentences = " ".join(headline(run))
     assert "SWD s=0.75 needs" in sentences and "than SWD (paper) s=0.75" in sentences
     assert "(paper) s=0.5" not in sentences
@@ -241,7 +241,7 @@ def test_the_papers_swd_is_a_control(default_model, run, tmp_path):
     assert "By the paper&#39;s own solver" in page or "By the paper's own solver" in page
     run.save(tmp_path)
     loaded = swd.study.Run.load(tmp_path)
-    assert [r.paper for r in loaded.replacements] == [r.paper for r in run.replacements]
+    assert [r.role for r in loaded.replacements] == [r.role for r in run.replacements]
     assert headline(loaded) == headline(run) and looks_of(loaded) == looks_of(run)
 
 
@@ -276,7 +276,7 @@ def test_a_study_of_the_papers_solver_has_it_once(default_model, tasks, asked):
     )
     methods = [r.method for r in with_paper.replacements]
     assert methods == ["SWD s=0.5", *(["Neurons pruned s=0.5", "neurons"] if asked is None else []), "SVD"]
-    assert not any(r.paper for r in with_paper.replacements) and "paper" not in with_paper.settings["controls"]
+    assert not any(r.role == "paper" for r in with_paper.replacements) and "paper" not in with_paper.settings["controls"]
 
 
 def test_controls_that_need_a_sparsity_are_left_out_where_there_is_none(default_model, tasks, run):
@@ -357,7 +357,7 @@ def test_factors_that_do_not_fit_are_refused_before_any_work(default_model, task
         swd.run_study(default_model, {}, tasks, factors={"mine": made}, controls=("svd", "svd_pruned"), **data)
     with pytest.raises(ValueError, match=r"no factors were given for blocks\.0\.mlp_out"):
         swd.run_study(default_model, {"first": "blocks.0.mlp_out"}, tasks, factors={"mine": made}, **data)
-    with pytest.raises(ValueError, match="random_b_seeds is 0"):
+    with pytest.raises(ValueError, match="random_b_seeds must be a whole number of at least 1"):
         swd.run_study(default_model, {}, tasks, factors={"mine": made}, random_b_seeds=0, **data)
     with pytest.raises(swd.AttachError):
         f = made[site]

@@ -156,7 +156,7 @@ def test_a_pruned_control_may_be_added_and_goes_on_where_it_was_interrupted(mode
     assert len(calls) == 2 + (len(swd.find_sites(model, MLP)))  # none of the first surface again
     monkeypatch.setattr(svd_prune, "factorize", prune)
     assert numbers(run) == numbers(study(model, **how))
-    assert [r.method for r in run.replacements if r.pruned] == ["SVD pruned s=0.5"] * 2
+    assert [r.method for r in run.replacements if r.role == "control" and not r.exact] == ["SVD pruned s=0.5"] * 2
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_usual_control_that_cannot_keep_a_goal_is_left_out(model, monkeypatch,
     monkeypatch.setattr("swd_lens.study.run_study.factorize", without_pruned)
     how = {"surfaces": {"one": SITE}, "sparsities": (), "kl": 0.5, "preset": "quick"}
     run = study(model, **how, controls=None)
-    assert [r.method for r in run.replacements if r.pruned] == []
+    assert [r.method for r in run.replacements if r.role == "control" and not r.exact] == []
     assert run.settings["controls left out"] == [f"Neurons pruned kl=0.5 of one: {failure}"]
     with pytest.raises(type(failure)):
         study(model, **how, controls=("pruned",))
