@@ -245,7 +245,7 @@ def estimate(
 
 
 def _narrow(wide: pd.DataFrame, left_out: tuple[str, ...]) -> pd.DataFrame:
-    """What has room in a terminal of 80 columns; --json and replacement.json have the rest."""
+    """Keep what has room in a terminal of 80 columns; --json and replacement.json have the rest."""
     names = [name for name in wide.columns if name not in left_out and not re.match(r"share|(KL|relMSE) uniform", name)]
     return wide.filter(items=names)
 

@@ -1,4 +1,4 @@
-"""How the methods of a run are drawn: a colour for each family, a line style and a marker for each of its members.
+"""The looks of a run's methods: a colour for each family, a line style and a marker for each of its members.
 
 1. Methods that differ in sparsity alone are a family: SWD, the paper's SWD, pruned neurons, pruned singular vectors. So are the
    seeds of one method. Everything else is a family of its own.
@@ -17,7 +17,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 @dataclass(frozen=True)
 class Look:
-    """How one method is drawn.
+    """The look of one method.
 
     Attributes:
         family: the place of its family in the run, which gives the colour.
@@ -34,7 +34,7 @@ class Look:
 
     @property
     def marker(self) -> str:
-        """Of dots: two neighbours in a family, and the first ones of two families, have different ones."""
+        """The marker of dots: two neighbours in a family, and the first ones of two families, have different ones."""
         return _MARKERS[(2 * self.family + self.member) % len(_MARKERS)]
 
 

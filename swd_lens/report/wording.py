@@ -1,4 +1,4 @@
-"""How the report writes numbers and settings; plain strings in, plain strings out, escaping is the template's.
+"""The report's way of writing numbers and settings; plain strings in, plain strings out, escaping is the template's.
 
 1. Numbers: digits that a reader can use (`fixed`, `signed`, `tiny`, `percent`, `count`), a dash for what is undefined.
 2. Settings: a nested mapping becomes (depth, name, value) rows in its own order.
@@ -54,7 +54,7 @@ def count(value: Any) -> str:
 
 
 def fixed(value: Any, digits: int = 3) -> str:
-    """A number with so many decimals and a true minus sign."""
+    """Write a number with so many decimals and a true minus sign."""
     if missing(value):
         return UNDEFINED
     text = f"{value:,.{digits}f}"
@@ -95,7 +95,7 @@ def readable(name: str) -> str:
 
 
 def intervention_words(positions: str, ablation: str) -> str:
-    """What was done to units, and where: "mean ablation at the scoring position"."""
+    """Say what was done to units, and where: "mean ablation at the scoring position"."""
     return f"{ablation} ablation at {'the scoring position' if positions == 'scoring' else f'{positions} positions'}"
 
 
@@ -140,7 +140,7 @@ class Cost:
 
 
 def headline(run: Run, recovered: float = RECOVERED) -> list[str]:
-    """One to a few sentences, most important first; none where a run has nothing of the kind."""
+    """Write one to a few sentences, most important first; none where a run has nothing of the kind."""
     subject = main_replacement(run)
     if subject is None:
         return []
@@ -180,7 +180,7 @@ def headline(run: Run, recovered: float = RECOVERED) -> list[str]:
 def _opening(
     run: Run, method: str, controls: Sequence[str], threshold: Threshold, apart: Collection[tuple[str, str]]
 ) -> Iterator[str]:
-    """What the surface that carries the largest share of a task does for it, the circuit of that, and the cheapest control's."""
+    """Say what the surface that carries the largest share of a task does for it, with which circuit, and what a control needs."""
     cells = [
         (surface, task, of_task.curves)
         for surface, by_task in run.comparisons.items()
@@ -242,7 +242,7 @@ def cost_sentences(
     recovered: float,
     apart: Collection[tuple[str, str]] = (),
 ) -> Iterator[str]:
-    """What circuits of the method cost, beside those of each control.
+    """Say what circuits of the method cost, beside those of each control.
 
     Args:
         apart: (surface, control) where the control behaves worse than the method, so that their circuits are no fair match.
@@ -289,7 +289,7 @@ def _contest(
     cases: str,
     apart: Collection[tuple[str, str]],
 ) -> str:
-    """The method's costs beside a control's, whose edges over the method's stand beside each.
+    """Say the method's costs beside a control's, whose edges over the method's stand beside each.
 
     Args:
         cases: how many these are of all, where nothing before has said it.

@@ -57,7 +57,7 @@ SHARES = (0.25, 0.5, 1.0)  # of prompts, round by round
 FEWEST = 32  # prompts of a round, as far as there are so many
 SMALL = 0.5  # of all edges: a larger circuit is none to speak of
 BY_HEAD = "SVD by head, whitened"
-_FILE = "best.json"
+FILE = "best.json"
 JUDGED = 4_096  # held-out tokens on which candidates are measured; the winner is on all
 _BETWEEN = 8  # lengths tried between two of the grid's
 # Of the time: until then candidates are made, rounds begun, and the winner is refined.
@@ -101,7 +101,7 @@ class BestCircuit(Record):
 
     @property
     def is_small(self) -> bool:
-        """Whether the circuit has at most half of all edges."""
+        """Say whether the circuit has at most half of all edges."""
         return self.n_edges <= SMALL * int(self.curve.rows["edges"].max())
 
     def table(self) -> pd.DataFrame:
@@ -109,7 +109,7 @@ class BestCircuit(Record):
         return self.tried.copy()
 
     def in_words(self) -> str:
-        """What was found, in sentences."""
+        """Say in sentences what was found."""
         row, all_edges = self.test.iloc[0], int(self.curve.rows["edges"].max())
         circuit = (
             f"{self.curve.task}: {self.n_edges:,} edges ({int(row['units']):,} units) of {self.method} at {self.curve.surface} "
@@ -153,22 +153,22 @@ class BestCircuit(Record):
         assert self.circuit is not None and self.factors is not None
         folder = Path(folder)
         with writing(folder, "BestCircuit.save"):
-            (folder / _FILE).unlink(missing_ok=True)
+            (folder / FILE).unlink(missing_ok=True)
             self.factors.save(folder / "factors")
             self.circuit.save(folder / "circuit.safetensors")
-            write_sealed(folder / _FILE, self.as_dict())
+            write_sealed(folder / FILE, self.as_dict())
         return folder
 
     @classmethod
     def load(cls, folder: str | Path) -> "BestCircuit":
-        """What `save` wrote.
+        """Read what `save` wrote.
 
         Raises:
             FileNotFoundError: there is no best.json.
             ValueError: it, the circuit or the factors are damaged.
         """
         folder = Path(folder)
-        found = cls.from_dict(read_sealed(folder / _FILE, "a best circuit"))
+        found = cls.from_dict(read_sealed(folder / FILE, "a best circuit"))
         circuit, factors = Circuit.load(folder / "circuit.safetensors"), FactorSet.load(folder / "factors")
         return replace(found, circuit=circuit, factors=factors)
 

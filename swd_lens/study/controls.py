@@ -37,7 +37,7 @@ _OF_SWD = {"preset", "units"} | {each.name for spec in PRESETS.values() for each
 
 
 def sizes_of(sparsities: Iterable[float | int], kl: float | None, ce: float | None) -> tuple[float | Goal, ...]:
-    """How large a study's factors are: of each sparsity, and as small as a goal allows.
+    """List how large a study's factors are: of each sparsity, and as small as a goal allows.
 
     Raises:
         ValueError: a goal that is not above 0.

@@ -62,7 +62,7 @@ class _Task(PlainRecord):
 
 @dataclass(frozen=True)
 class _Site(PlainRecord):
-    """What is known of a site's exact factors."""
+    """The settings and provenance of a site's exact factors."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -86,7 +86,7 @@ _COMPARISON = {
 
 @dataclass(frozen=True)
 class FactorsRecord(Mapping[str, Mapping[str, Any]]):
-    """What is known of factors that were not saved: site -> {"d_in", "d_out", "units", "edges", "settings", "provenance"}.
+    """A record of factors that were not saved: site -> {"d_in", "d_out", "units", "edges", "settings", "provenance"}.
 
     Attributes:
         edges, n_units, sparsity: of all sites together, as a FactorSet has them.
@@ -133,7 +133,7 @@ class Replacement:
 
     @property
     def control(self) -> bool:
-        """Whether it stands beside what the run is about."""
+        """Say whether it stands beside what the run is about."""
         return self.role != "swd"
 
     def as_dict(self, folder: str) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Replacement:
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> "Replacement":
-        """The replacement in a row of "fidelity"; of sparse factors with a record until `with_factors` reads them.
+        """Read the replacement in a row of "fidelity"; of sparse factors with a record until `with_factors` reads them.
 
         Raises:
             KeyError, TypeError, ValueError: it is something else.
@@ -166,12 +166,12 @@ class Replacement:
 
 
 def folders_of(replacements: Sequence[Replacement]) -> list[str]:
-    """Where the factors of each go."""
+    """Name the folders of their factors."""
     return folders_named([(r.surface, r.method) for r in replacements])
 
 
 def folders_named(labels: Sequence[tuple[str, str]]) -> list[str]:
-    """Folders for (surface, method); names that differ in signs that a folder cannot have, or in case, get numbers."""
+    """Name folders for (surface, method); names that differ in signs that a folder cannot have, or in case, get numbers."""
     names: list[str] = []
     taken: set[str] = set()
     for label in labels:
@@ -184,7 +184,7 @@ def folders_named(labels: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def indexes_of(folder: Path, places: Mapping[str, str]) -> dict[str, str]:
-    """Index of each folder of factors -> its SHA-256. places: the folder's name -> where its factors are for now."""
+    """Hash each folder of factors: index -> its SHA-256. places: the folder's name -> where its factors are for now."""
     hashes = hashes_of(folder, [f"{place}/{INDEX}" for place in places.values()])
     return {f"{name}/{INDEX}": hashes[f"{place}/{INDEX}"] for name, place in places.items()}
 
@@ -210,7 +210,7 @@ def holds(folder: Path, factors: FactorSet) -> bool:
 
 
 def with_factors(folder: Path, replacements: Sequence[Replacement], hashes: Mapping[str, str]) -> list[Replacement]:
-    """The replacements of a run.json with the sparse factors that lie beside it, memory-mapped.
+    """Complete the replacements of a run.json with the sparse factors that lie beside it, memory-mapped.
 
     Args:
         hashes: of indexes, as `indexes_of` gave them; a folder that is not among them is taken as it is.
@@ -277,7 +277,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def comparison_to_dict(comparison: Comparison) -> dict[str, Any]:
-    """All of a comparison but its curves, which stand in a list of their own; those of further interventions stand here."""
+    """Give all of a comparison but its curves, which stand in a list of their own; those of further interventions stand here."""
     others = [
         [{"method": name, **curve.as_dict()} for of_task in other.values() for name, curve in of_task.curves.items()]
         for other in comparison.others
@@ -294,7 +294,7 @@ def comparison_to_dict(comparison: Comparison) -> dict[str, Any]:
 
 
 def comparisons_of(values: Mapping[str, Any]) -> dict[str, Comparison]:
-    """Surface -> comparison, from the curves of all surfaces.
+    """Read surface -> comparison, from the curves of all surfaces.
 
     Raises:
         KeyError, TypeError, ValueError: the values are something else.
@@ -320,7 +320,7 @@ def comparisons_of(values: Mapping[str, Any]) -> dict[str, Comparison]:
 
 
 def _tasks(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, TaskComparison]:
-    """Task -> its curves, from the rows of all tasks."""
+    """Read task -> its curves, from the rows of all tasks."""
     curves: dict[str, dict[str, CostCurve]] = {}
     for row in rows:
         curve = CostCurve.from_dict(row)
@@ -332,6 +332,6 @@ def _tasks(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def settings_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings as they are, once what tables and reports read of them is of the right kind. Raises ValueError."""
+    """Give a run's settings as they are; raise ValueError where what tables and reports read of them is of another kind."""
     checked("settings", values["settings"], _SETTINGS, optional=True)
     return values["settings"]

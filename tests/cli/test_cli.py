@@ -166,7 +166,7 @@ def test_circuit_writes_report_numbers_and_factors(tmp_path, monkeypatch):
     assert len(screened.sites) == 4 and list(screened.surfaces) == ["all mlp_out"]
     assert "The margin without a site or surface" in result.stderr
     assert "which matrices the tasks need" in (tmp_path / "report.html").read_text(encoding="utf-8")
-    left = ["factors", "parts", "report.html", "run.json", "screen.json"]
+    left = ["factors", "parts", "report.html", "run.json", "screen"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
     # The same command again goes on from there: nothing is measured or scored again.
     monkeypatch.setattr("swd_lens.circuits.protocol.fidelities", lambda *_: 1 / 0)

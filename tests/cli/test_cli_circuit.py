@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import swd_lens as swd
 from swd_lens import cli
+from swd_lens.base.step_cache import FOLDER
 from swd_lens.report import terminal
 from swd_lens.study.resume import memory_of
 from tests.cli.test_cli import PROMPTS, SMALL
@@ -165,10 +166,8 @@ def test_ctrl_c_says_what_is_finished_and_the_command_goes_on(tmp_path, alone, m
         patch.setattr(cli.circuits, "screen", interrupted)
         gone_on = run(*shlex.split(command)[1:])
     assert gone_on.exit_code == 0, gone_on.output
-    kept = json.loads((tmp_path / "run" / "screen.json").read_text())
-    assert swd.Run.load(tmp_path / "run").screen.as_dict() == {
-        key: kept[key] for key in ("tasks", "sites", "surfaces", "settings")
-    }
+    (kept,) = (tmp_path / "run" / "screen" / FOLDER).glob("screen*")
+    assert swd.Run.load(tmp_path / "run").screen.as_dict() == json.loads(kept.read_text())["values"]
     with monkeypatch.context() as patch:
         patch.setattr(cli.circuits, "screen", interrupted)  # of other prompts it is made again
         assert run(*words, "--n-train", "21").exit_code == 130

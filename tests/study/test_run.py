@@ -276,7 +276,9 @@ def test_a_study_of_the_papers_solver_has_it_once(default_model, tasks, asked):
     )
     methods = [r.method for r in with_paper.replacements]
     assert methods == ["SWD s=0.5", *(["Neurons pruned s=0.5", "neurons"] if asked is None else []), "SVD"]
-    assert not any(r.role == "paper" for r in with_paper.replacements) and "paper" not in with_paper.settings["controls"]
+    assert (
+        not any(r.role == "paper" for r in with_paper.replacements) and "paper" not in with_paper.settings["controls"]
+    )
 
 
 def test_controls_that_need_a_sparsity_are_left_out_where_there_is_none(default_model, tasks, run):
