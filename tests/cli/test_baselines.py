@@ -13,13 +13,8 @@ from swd_lens import cli
 from swd_lens.cli.baselines import parsed_settings
 from swd_lens.train.baselines import LearnedUnits
 from swd_lens.train.engine import Engine
+from tests.cli.commands import SMALL, run
 from tests.forks import run_forked
-
-SMALL = ["--tokens", "2048", "--heldout-tokens", "1024", "--n-tokens", "3072"]
-
-
-def run(*arguments):
-    return CliRunner().invoke(cli.app, ["train-baseline", *map(str, arguments)])
 
 
 @pytest.mark.parametrize(
