@@ -58,6 +58,7 @@ FEWEST = 32  # prompts of a round, as far as there are so many
 SMALL = 0.5  # of all edges: a larger circuit is none to speak of
 BY_HEAD = "SVD by head, whitened"
 FILE = "best.json"
+_BEST = "the best"  # outcome of the winner
 JUDGED = 4_096  # held-out tokens on which candidates are measured; the winner is on all
 _BETWEEN = 8  # lengths tried between two of the grid's
 # Of the time: until then candidates are made, rounds begun, and the winner is refined.
@@ -111,38 +112,28 @@ class BestCircuit(Record):
     def in_words(self) -> str:
         """Say in sentences what was found."""
         row, all_edges = self.test.iloc[0], int(self.curve.rows["edges"].max())
-        circuit = (
+        said = [
             f"{self.curve.task}: {self.n_edges:,} edges ({int(row['units']):,} units) of {self.method} at {self.curve.surface} "
             f"recover {row['recovered']:.0%} ({row['recovered low']:.0%} to {row['recovered high']:.0%}) of what it carries, on "
             f"test prompts; the replacement's KL is {self.fidelity.kl:.2g} (goal {self.settings['kl']:g})."
-        )
-        goal = (
-            ""
-            if self.fidelity.kl <= self.settings["kl"]
-            else (f" That is over the goal, which it kept on the first {JUDGED:,} tokens, where it was chosen.")
-        )
-        null = (
-            " It has all units, so that no random circuits stand beside it."
-            if self.null is None
-            else f" Random circuits of as many edges do as well with p = {self.null.recovered_p:.2g}."
-        )
-        size = (
-            "" if self.is_small else f" This is no small circuit: it has {self.n_edges / all_edges:.0%} of all edges."
-        )
-        prefix = self.tried.loc[self.tried["outcome"] == "the best", "edges"].dropna()
-        sure = ""
+        ]
+        prefix = self.tried.loc[self.tried["outcome"] == _BEST, "edges"].dropna()
         if len(prefix) and int(prefix.iloc[0]) < self.n_edges:
-            sure = (
-                f" A prefix of {int(prefix.iloc[0]):,} edges recovers as much as was asked on the validation prompts; the "
+            said.append(
+                f"A prefix of {int(prefix.iloc[0]):,} edges recovers as much as was asked on the validation prompts; the "
                 "circuit is larger, so that other prompts do not fall short of it by chance."
             )
-        without = list(self.settings["not tried"])
-        late = (
-            f" Not tried for want of time (minutes={self.settings['minutes']:g}): {', '.join(without)}."
-            if without
-            else ""
-        )
-        return circuit + sure + goal + null + size + late
+        if self.fidelity.kl > self.settings["kl"]:
+            said.append(f"That is over the goal, which it kept on the first {JUDGED:,} tokens, where it was chosen.")
+        if self.null is None:
+            said.append("It has all units, so that no random circuits stand beside it.")
+        else:
+            said.append(f"Random circuits of as many edges do as well with p = {self.null.recovered_p:.2g}.")
+        if not self.is_small:
+            said.append(f"This is no small circuit: it has {self.n_edges / all_edges:.0%} of all edges.")
+        if late := list(self.settings["not tried"]):
+            said.append(f"Not tried for want of time (minutes={self.settings['minutes']:g}): {', '.join(late)}.")
+        return " ".join(said)
 
     def save(self, folder: str | Path) -> Path:
         """Write best.json, the circuit and its factors into the folder; best.json last, so that where it is all is there.
@@ -398,7 +389,7 @@ class _Search:
                 f"of {legible(self.task.name)}: it does not carry the task, or no prefix reaches so much on validation "
                 "prompts"
             )
-        alive[0].outcome = "the best"
+        alive[0].outcome = _BEST
         return alive[0]
 
     def _measure(self, candidate: _Candidate, share: float) -> None:

@@ -13,14 +13,7 @@ def test_circuit_best_finds_saves_and_takes_over(tmp_path, monkeypatch):
     arguments += [
         "--out",
         tmp_path,
-        "--tokens",
-        "1024",
-        "--heldout-tokens",
-        "1024",
-        "--n-train",
-        "48",
-        "--n-test",
-        "40",
+        *["--tokens", "1024", "--heldout-tokens", "1024", "--n-train", "48", "--n-test", "40"],
     ]
     result = run(*arguments)
     assert result.exit_code == 0, result.output

@@ -164,21 +164,8 @@ def test_ctrl_c_says_what_is_finished_and_the_command_goes_on(tmp_path, alone, m
 
 
 def test_circuit_writes_report_numbers_and_factors(tmp_path, monkeypatch):
-    arguments = [
-        "circuit",
-        "--out",
-        tmp_path,
-        "--sites",
-        "mlp_out",
-        "--task",
-        "ioi",
-        "--task",
-        "gendered_pronoun",
-        "-s",
-        "0.5",
-        "--preset",
-        "quick",
-    ]
+    arguments = ["circuit", "--out", tmp_path]
+    arguments += ["--sites", "mlp_out", "--task", "ioi", "--task", "gendered_pronoun", "-s", "0.5", "--preset", "quick"]
     prompts = ["--n-train", "20", "--n-validation", "8", "--n-test", "10"]
     result = run(*arguments, *SMALL, *prompts, "--json")
     assert result.exit_code == 0, result.output
@@ -270,17 +257,8 @@ def test_a_local_checkpoint_and_an_auto_circuit_file(tmp_path, gpt2_folder):
     (tmp_path / "names.json").write_text(json.dumps({"prompts": prompts}))
     text = tmp_path / "text.txt"
     text.write_text("\n".join(prompt["clean"] for prompt in prompts))
-    arguments = [
-        "circuit",
-        "--model",
-        gpt2_folder,
-        "--out",
-        tmp_path / "out",
-        "--sites",
-        "h.1.mlp.c_proj",
-        "--sites",
-        "attn_qkv",
-    ]
+    arguments = ["circuit", "--model", gpt2_folder, "--out", tmp_path / "out"]
+    arguments += ["--sites", "h.1.mlp.c_proj", "--sites", "attn_qkv"]
     result = run(*arguments, "--task", tmp_path / "names.json", "--text", text, "-s", "0.5", *FEW, "--json")
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)

@@ -2,8 +2,6 @@
 
 import html
 import re
-import shutil
-import subprocess
 import threading
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -20,16 +18,9 @@ from swd_lens.report import dashboard as module
 from swd_lens.report.dashboard import dashboard
 from tests.analysis.audit_models import made_scores, sparse_factors
 from tests.report.conftest import HOSTILE, VOCABULARY
+from tests.report.gallery import CHROMIUM, run_chromium
 
 SITE = "blocks.1.mlp_out"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--enable-logging=stderr"]
-QUIET += [
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--allow-file-access-from-files",
-]
 
 
 @pytest.fixture(scope="module")
@@ -195,10 +186,7 @@ def test_in_a_browser_it_fits_and_loads_nothing(found: Audit, tmp_path: Path) ->
     frames = "".join(f'<iframe width="{w}" height="800" src="{p}"></iframe>' for p in pages for w in (360, 1200))
     probe = tmp_path / "probe.html"
     probe.write_text(PROBE.format(frames=frames), encoding="utf-8")
-    options = [*QUIET, f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom"]
-    done = subprocess.run(
-        [CHROMIUM or "", *options, probe.as_uri()], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run_chromium(tmp_path / "profile", ["--allow-file-access-from-files", "--dump-dom"], probe)
     shown = re.search(r"<pre>(.*?)</pre>", done.stdout)
     assert shown, done.stderr[-2000:]
     expected = [f'["{w}",0,0,0,0,true]' for _ in pages for w in (360, 1200)]
