@@ -222,8 +222,12 @@ def circuit(
                 f"--sites auto: the model does none of these tasks ({legible(', '.join(screened.tasks))}), so no site "
                 "matters to them; name sites"
             )
-        text_of_memory = {"calibration_tokens": tokens, "heldout_length": heldout.shape[1], "n_beside": len(baselines)}
-        say_memory_needed(memory_of(model, surfaces or {"": replaced}, tasks, **text_of_memory, **study))
+        read: dict[str, Any] = {
+            "calibration_tokens": tokens,
+            "heldout_length": heldout.shape[1],
+            "n_beside": len(baselines),
+        }
+        say_memory_needed(memory_of(model, surfaces or {"": replaced}, tasks, **read, **study))
         if not known:
             named = [[site.name for site in find_sites(model, pattern)] for pattern in surfaces.values()]
             n_surfaces = len({tuple(names) for names in (*named, *of_factors)})

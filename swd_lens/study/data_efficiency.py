@@ -351,7 +351,8 @@ class _File:
         with readable(path, DataEfficiency.WHAT):
             self.methods = dict(held.settings["methods"])
         then = {name: value for name, value in held.settings.items() if name != "methods"}
-        if changed := differences(then, settings, _IN_WORDS):
+        now = json.loads(json.dumps(plain(settings)))  # as JSON gives it back
+        if changed := differences(then, now, _IN_WORDS):
             raise ResumeError(f"{path} holds another measurement: {'; '.join(changed)}. {_GO_ON}")
         self.points = {(point.method, point.tokens): point for point in held.points}
 

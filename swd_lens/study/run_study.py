@@ -204,7 +204,7 @@ def run_study(
         replacements: list[Replacement] = []
         comparisons: dict[str, Comparison] = {}
         for surface in sites_of:
-            made = {**study.solve(surface), **study.finished(surface), **study.exact(surface, calibration_tokens)}
+            made = {**study.solve(surface), **study.exact(surface, calibration_tokens)}
             comparisons[surface] = study.compare(surface, {method: f for method, (f, _) in made.items()})
             for method, (of_method, seconds) in made.items():
                 measured, role = comparisons[surface].fidelities[method], comparisons[surface].roles[method]
@@ -229,7 +229,7 @@ def run_study(
 def _sites_of(
     model: Any, surfaces: Mapping[str, str | Sequence[str]], given: Mapping[str, list[str]]
 ) -> dict[str, list[str]]:
-    """Label -> names of its sites, of the surfaces asked for and of those that only finished factors replace."""
+    """List label -> names of its sites, of the surfaces asked for and of those that only finished factors replace."""
     sites_of = {
         encodable(label): [site.name for site in find_sites(model, pattern)] for label, pattern in surfaces.items()
     }
@@ -399,12 +399,15 @@ class _Study:
         )
 
     def solve(self, surface: str) -> dict[str, tuple[FactorSet, float]]:
-        """Method -> its factors and the seconds that they took, of everything that the solver makes."""
-        made = {}
+        """Make what the solver makes: method -> factors and the seconds that they took; behind them finished factors."""
+        made: dict[str, tuple[FactorSet, float]] = {}
         for method, how in self.solved[surface].items():
             self.on_step(f"factorize {surface} as {method}")
             start = time.perf_counter()
-            asked = {**how.asked, **(self.of_goal if isinstance(how.size, Goal) else {"tokens": self.text})}
+            asked: dict[str, Any] = {
+                **how.asked,
+                **(self.of_goal if isinstance(how.size, Goal) else {"tokens": self.text}),
+            }
             asked |= {} if self.text is not None else {"calibration": "zero-data"}
             place = None if self.folder is None else self.folder / self.places[surface, method]
             try:
@@ -418,14 +421,11 @@ class _Study:
                 continue
             spent = {"seconds": time.perf_counter() - start}
             made[method] = factors, self.parts.values((surface, "seconds", method), lambda s=spent: s, _seconds)
-        return made
-
-    def finished(self, surface: str) -> dict[str, tuple[FactorSet, float]]:
-        """Label -> finished factors; nobody knows how long they took."""
-        return {label: (factors, math.nan) for label, factors in self.factors[surface].items()}
+        # Nobody knows how long finished ones took.
+        return made | {label: (factors, math.nan) for label, factors in self.factors[surface].items()}
 
     def exact(self, surface: str, tokens: Any) -> dict[str, tuple[FactorSet, float]]:
-        """Method -> exact factors and the seconds that they took."""
+        """Make the exact controls: method -> factors and the seconds that they took."""
         made = {}
         for method, control in self.exact_methods.items():
             self.on_step(f"exact factors of {surface}: {method}")
@@ -449,7 +449,8 @@ class _Study:
             self.model,
             self.tasks,
             self.heldout,
-            **self.interventions,
+            positions=self.interventions["positions"],
+            ablations=self.interventions["ablations"],
             progress=self.progress,
             parts=self.parts,
             key=(surface,),
@@ -466,7 +467,7 @@ class _Study:
 
         def look() -> dict[str, Any]:
             self.on_step("top units and their contexts")
-            how = {"per_task": per_task, "n_contexts": n_contexts, "progress": self.progress}
+            how: dict[str, Any] = {"per_task": per_task, "n_contexts": n_contexts, "progress": self.progress}
             cards = unit_cards(self.model, shown, run.comparisons, self.heldout, **how)
             self.on_step("attention patterns of one prompt per task")
             attention = attention_views(self.model, self.tasks, shown)
