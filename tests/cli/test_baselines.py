@@ -167,22 +167,6 @@ def test_a_local_checkpoint_trained_on_a_text_file(tmp_path, default_model):
     assert short.exit_code == 1 and "too few for one row of 63" in re.sub(r"\s+", " ", short.stderr)
 
 
-def test_an_interruption_says_that_the_same_command_goes_on(tmp_path, monkeypatch):
-    one = Engine.advance
-
-    def interrupted(training, rows):
-        if training.step == 2:
-            raise KeyboardInterrupt
-        one(training, rows)
-
-    arguments = ["transcoder", "--out", tmp_path / "b", "--site", "blocks.1.mlp_out", "--set", "width=16", *SMALL]
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "advance", interrupted)
-        stopped = run(*arguments, "--checkpoint-every", 1)
-    assert stopped.exit_code == 130 and "the same command again goes on" in re.sub(r"\s+", " ", stopped.stderr)
-    assert run(*arguments).exit_code == 0 and LearnedUnits.load(tmp_path / "b").tokens == 3072
-
-
 def test_a_trained_baseline_stands_beside_swd_in_circuits_and_report(tmp_path):
     trained = tmp_path / "tc"
     made = run("transcoder", "--out", trained, "--site", "blocks.1.mlp_out", "--set", "width=16", *SMALL)

@@ -5,7 +5,6 @@ Then what is made of them: the first count that suffices, the figure, the file.
 
 import json
 import sys
-import threading
 from functools import partial
 from importlib.util import find_spec
 
@@ -14,9 +13,8 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.base.errors import FolderInUseError, ResumeError
+from swd_lens.base.errors import ResumeError
 from swd_lens.base.sealed import seal
-from swd_lens.base.writer import writing_file
 from swd_lens.study.data_efficiency import DataEfficiency, data_efficiency
 from tests.contract import saelens_transcoder
 from tests.forwards import block_runs
@@ -222,25 +220,6 @@ def test_a_changed_point_is_refused_when_the_file_is_read_and_when_it_goes_on(mo
     path.write_text(json.dumps(seal(values)))
     with pytest.raises(ValueError, match="is not a file of data_efficiency, or damaged"):
         data_efficiency(model, SITE, {"SWD": SWD}, **asked)
-
-
-def test_one_call_at_a_time_writes_a_file(model, tmp_path):
-    path, refused = tmp_path / "efficiency.json", []
-
-    def second():
-        try:
-            data_efficiency(model, SITE, {"SWD": SWD}, heldout=HELD, tokens=TEXT, token_counts=(20,), out=path)
-        except OSError as refusal:
-            refused.append(refusal)
-
-    with writing_file(path, "data_efficiency"):
-        thread = threading.Thread(target=second)
-        thread.start()
-        thread.join()
-    assert isinstance(refused[0], FolderInUseError) and not path.exists()
-    (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match="is no folder"):
-        data_efficiency(model, SITE, {"x": lambda: 1 / 0}, heldout=HELD, out=tmp_path / "file" / "efficiency.json")
 
 
 @pytest.mark.parametrize(

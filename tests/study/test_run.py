@@ -9,8 +9,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from swd_lens.base.errors import FolderInUseError
-from swd_lens.base.writer import writing
 from swd_lens.circuits import Comparison
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.report import render_report
@@ -33,26 +31,6 @@ def test_nothing_comes_back_as_nothing(tmp_path: Path) -> None:
     empty = Run({}, [], {"nowhere": Comparison({})}, [], 0.0)
     empty.save(tmp_path)
     assert render_report(Run.load(tmp_path)) == render_report(empty)
-
-
-def test_one_writer_and_a_possible_folder(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(NotADirectoryError, match="is no folder"):
-        run.save(tmp_path / "file")
-    refused: list[BaseException] = []
-
-    def save() -> None:
-        try:
-            run.save(tmp_path / "run")
-        except OSError as refusal:
-            refused.append(refusal)
-
-    with writing(tmp_path / "run", "demo"):
-        thread = threading.Thread(target=save)
-        thread.start()
-        thread.join()
-    assert isinstance(refused[0], FolderInUseError) and "is written by demo (process" in str(refused[0])
-    assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "run").exists()
 
 
 def test_odd_names_are_seen_in_the_report_the_terminal_and_reprs(run: Run) -> None:
