@@ -10,9 +10,9 @@ from swd_lens.base.errors import quoted
 
 OURS = frozenset(
     {
-        *("factors", "parts", "finetune", "trials", "shards", "weights", "model", "features"),  # folders
-        *("run.json", "factors.json", "units.json", "best.json", "asked.json", "goal.json", "call.json", "result.json"),
-        *("budgets.json", "replacement.json", "screen.json", "graph-metadata.json", "source.json", "config.json"),
+        *("factors", "parts", "finetune", "trials", "shards", "weights", "model", "features", "screen"),  # folders
+        *("run.json", "factors.json", "units.json", "best.json", "goal.json", "call.json", "result.json"),
+        *("replacement.json", "graph-metadata.json", "source.json", "config.json"),
         *("log.jsonl", "checkpoint.safetensors", "circuit.safetensors", "samples.txt", "report.html", "paper.html"),
         "index.html",
     }

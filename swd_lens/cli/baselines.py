@@ -125,7 +125,7 @@ class FinetuneTextOptions(TextOptions):
     purpose: ClassVar[str] = "factors are fine-tuned on its first part and measured on its last"
 
     def rows(self, model: Any, options: ModelOptions, tokens: int | None = None) -> tuple[Any, Any]:
-        """As of `TextOptions`. Of the embedded model, rows of another seed than calibration's, which the solver has not seen."""
+        """See `TextOptions.rows`; rows of the embedded model are of another seed than calibration's, new to the solver."""
         if self.text is None and options.model == "default":
             return text_tokens(self.tokens, split="train", seed=1), text_tokens(self.heldout_tokens, split="validation")
         return super().rows(model, options, tokens)
@@ -180,7 +180,7 @@ def finetune_command(
 
 
 def _process() -> tuple[bool, str | None]:
-    """Whether this process is the first of those that accelerate or torchrun started, and its device; None: the default."""
+    """Say whether this process is the first of those that accelerate or torchrun started, and its device; None: the default."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return True, None
     from accelerate import PartialState

@@ -1,7 +1,8 @@
 """demo and circuit: the whole road, ending in a report (`run_study` does the work); report: the report again, from the folder."""
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,9 +11,9 @@ import torch
 from typer import Argument, Option
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import TokenError, legible, quoted
-from swd_lens.base.sealed import read_sealed, write_sealed
-from swd_lens.base.step_cache import FOLDER
+from swd_lens.base.checks import one_of
+from swd_lens.base.errors import TokenError, legible
+from swd_lens.base.step_cache import FOLDER, StepCache
 from swd_lens.base.writer import require_writable_file, writing
 from swd_lens.circuits.screen import Screen, screen
 from swd_lens.cli import status
@@ -172,52 +173,34 @@ def circuit(
     With --best the cheapest faithful circuit of each task, whatever it is of, and the table of what was tried.
     """
     for where in positions:
-        if where not in ("scoring", "all"):
-            raise ValueError(f"--positions must be 'scoring' or 'all', got {quoted(where)}")
+        one_of("--positions", where, ("scoring", "all"))
     for value in ablation:
-        if value not in ("mean", "zero"):
-            raise ValueError(f"--ablation must be 'mean' or 'zero', got {quoted(value)}")
+        one_of("--ablation", value, ("mean", "zero"))
+    prompts = {"n_train": n_train, "n_validation": n_validation, "n_test": n_test}
+    auto = sites == ["auto"]
     if best:
-        of_a_study = {
-            "--factors": factors,
-            "--sparsity": sparsity,
-            "--controls": controls,
-            "--beside": beside,
-            "--ce": ce,
-        }
-        of_a_study |= {"--positions": positions != ["scoring"], "--ablation": ablation != ["mean"]}
-        of_a_study |= {"options of the solver": solver.arguments()}
-        if given := [name for name, value in of_a_study.items() if value]:
-            raise ValueError(
-                f"--best chooses how units are made and beside what they stand; leave out {legible(', '.join(given))}, or "
-                "leave out --best"
-            )
-        if not text.tokens:
-            raise TokenError(
-                "a goal (kl= or ce=) needs tokens: factors are fitted on a part of the text and judged on another one"
-            )
+        of_a_study = {"--factors": factors, "--sparsity": sparsity, "--controls": controls, "--beside": beside}
+        of_a_study |= {"--ce": ce, "--positions": positions != ["scoring"], "--ablation": ablation != ["mean"]}
+        _refuse_beside_best(of_a_study | {"options of the solver": solver.arguments()}, text)
         plan("load", "read", "the", complete=False)
-        model = model_options.load(None if sites in (None, ["auto"]) else sites)
-        say(f"read {', '.join(task)} and text")
-        sizes = {"n_train": n_train, "n_validation": n_validation, "n_test": n_test}
-        tasks = [load_task(name, model, **sizes) for name in task]
-        where = "auto" if sites in (None, ["auto"]) else sites
+        model = model_options.load(None if auto else sites)
+        tasks = _read_tasks(task, model, prompts)
         how = {"kl": DEFAULT_KL if kl is None else kl, "minutes": minutes}
         texts = text.rows(model, model_options)
+        where = "auto" if auto or not sites else sites
         best_circuits(model, tasks, where, texts, how, out=out, overwrite=overwrite, printed=printed)
         return
     if not sites and not factors:
         raise ValueError("name what to study: --sites, finished factors (--factors), or both")
     finished = _labelled("--factors", factors or [], finished_factors)
-    baselines = _labelled("--beside", beside or [], _trained)
+    baselines = _labelled("--beside", beside or [], trained_units)
     asked = None if controls is None else [] if controls == "none" else [name.strip() for name in controls.split(",")]
-    if unknown := [name for name in asked or () if name not in CONTROLS]:
-        raise ValueError(
-            f"--controls takes {legible(', '.join(CONTROLS))} or none, got {legible(', '.join(map(repr, unknown)))}"
-        )
-    auto = sites == ["auto"]
-    goal = {"kl": kl, "ce": ce}
-    made = tuple(sparsity or (() if finished or goal != {"kl": None, "ce": None} else (0.5, 0.75)))
+    for name in asked or ():
+        one_of("--controls (or 'none')", name, CONTROLS)
+    made = tuple(sparsity or (() if finished or (kl, ce) != (None, None) else (0.5, 0.75)))
+    # What both the forecast of memory and the study are of.
+    study: dict[str, Any] = {"sparsities": made, "kl": kl, "ce": ce, "factors": finished, "controls": asked}
+    study |= solver.arguments()
     sizes = sizes_of(made, kl, ce)
     beside_swd = controls_of(asked, sizes, solver.arguments())
     # One surface, unless the screen chooses, or finished factors bring their own.
@@ -225,78 +208,78 @@ def circuit(
     steps = plan("load", "read", "screen", *known, complete=bool(known))
     with writing(out, "circuit"):
         model = model_options.load(None if auto else sites)
-        replaced = sorted({site for each in finished.values() for site in surface_of(model, each)})
+        of_factors = [surface_of(model, each) for each in finished.values()]
+        replaced = sorted({site for names in of_factors for site in names})
         if sites and not auto:
             for label, units in baselines.items():  # before anything is run, or kept
                 require_surface(model, label, units, find_sites(model, sites))
-        say(f"read {', '.join(task)} and text")
-        prompts = {"n_train": n_train, "n_validation": n_validation, "n_test": n_test}
-        tasks = [load_task(name, model, **prompts) for name in task]
+        tasks = _read_tasks(task, model, prompts)
         tokens, heldout = text.rows(model, model_options)
-        screened = _screened(
-            model, tasks, "all" if auto else [*(sites or ()), *replaced], out / "screen.json", overwrite
-        )
+        screened = _screened(model, tasks, "all" if auto else [*(sites or ()), *replaced], out / "screen", overwrite)
         surfaces: dict[str, Any] = screened.choose() if auto else {", ".join(sites): sites} if sites else {}
         if not surfaces and not finished:
             raise ValueError(
                 f"--sites auto: the model does none of these tasks ({legible(', '.join(screened.tasks))}), so no site "
                 "matters to them; name sites"
             )
-        of_factors = [surface_of(model, each) for each in finished.values()]
-        named = [[site.name for site in find_sites(model, pattern)] for pattern in surfaces.values()]
-        n_surfaces = len({tuple(names) for names in (*named, *of_factors)})
-        say_memory_needed(
-            memory_of(
-                model,
-                surfaces or {"": replaced},
-                tasks,
-                sparsities=made,
-                factors=finished,
-                controls=asked,
-                n_beside=len(baselines),
-                calibration_tokens=tokens,
-                heldout_length=heldout.shape[1],
-                **goal,
-                **solver.arguments(),
-            )
-        )
+        read: dict[str, Any] = {
+            "calibration_tokens": tokens,
+            "heldout_length": heldout.shape[1],
+            "n_beside": len(baselines),
+        }
+        say_memory_needed(memory_of(model, surfaces or {"": replaced}, tasks, **read, **study))
         if not known:
+            named = [[site.name for site in find_sites(model, pattern)] for pattern in surfaces.values()]
+            n_surfaces = len({tuple(names) for names in (*named, *of_factors)})
             steps.follow([*study_steps(n_surfaces, len(sizes), beside_swd, saved=True), "write"])
         run = run_study(
             model,
             surfaces,
             tasks,
-            sparsities=made,
-            factors=finished,
             calibration_tokens=tokens,
             heldout_tokens=heldout,
             positions=positions,
             ablation=ablation,
-            controls=asked,
             random_b_seeds=random_b_seeds,
             beside=baselines,
             out=out,
             overwrite=overwrite,
             on_step=steps,
             progress=True,
-            **goal,
-            **solver.arguments(),
+            **study,
         )
         _deliver(replace(run, screen=screened), out, printed)
 
 
+def _refuse_beside_best(of_a_study: Mapping[str, Any], text: TextOptions) -> None:
+    """Refuse options of a study, and zero-data factors, where --best chooses."""
+    if given := [name for name, value in of_a_study.items() if value]:
+        raise ValueError(
+            f"--best chooses how units are made and beside what they stand; leave out {legible(', '.join(given))}, or "
+            "leave out --best"
+        )
+    if not text.tokens:
+        raise TokenError(
+            "a goal (kl= or ce=) needs tokens: factors are fitted on a part of the text and judged on another one"
+        )
+
+
+def _read_tasks(names: Sequence[str], model: Any, sizes: Mapping[str, Any]) -> list[Task]:
+    say(f"read {', '.join(names)} and text")
+    return [load_task(name, model, **sizes) for name in names]
+
+
 def _screened(model: Any, tasks: Sequence[Task], sites: Any, kept: Path, overwrite: bool) -> Screen:
-    """Which of the sites the tasks need, printed before anything is factorized; kept for an interrupted command."""
+    """Screen which of the sites the tasks need, and print it before anything is factorized; kept for a later call."""
     say("screen the sites: what do the tasks lose where an output is its mean?")
     question: dict[str, Any] = {"swd_lens": __version__, "prompts": _SCREENED, **standing_hooks(model)}
     question |= {"host": host_fingerprint(model, model.cfg), "sites": [site.name for site in find_sites(model, sites)]}
     question |= {"tasks": {task.name: task_fingerprint(task) for task in tasks}}
-    values = read_sealed(kept, Screen.WHAT) if kept.is_file() and not overwrite else {}
-    if values.get("question") == question:
-        screened = Screen.from_dict(values)
-    else:
-        screened = screen(model, tasks, sites=sites, n_prompts=_SCREENED, progress=True)
-        write_sealed(kept, {"format": Screen.FORMAT, **screened.as_dict(), "question": question})
+    screened = StepCache(kept, overwrite=overwrite).values(
+        ("screen", json.dumps(question)),
+        lambda: screen(model, tasks, sites=sites, n_prompts=_SCREENED, progress=True).as_dict(),
+        Screen.from_dict,
+    )
     status.print(table("The dense model on training prompts", screened.skill().drop(columns="remark")))
     for name, of_task in screened.tasks.items():
         if of_task.remark:
@@ -311,7 +294,7 @@ def _screened(model: Any, tasks: Sequence[Task], sites: Any, kept: Path, overwri
 
 
 def _labelled(option: str, folders: Sequence[Path], read: Callable[[Path], tuple[str, Any]]) -> dict[str, Any]:
-    """What the folders hold, by what it is and where it lies."""
+    """Read the folders, by what they hold and where it lies."""
     by_label: dict[str, Any] = {}
     for folder in folders:
         label, content = read(folder)
@@ -323,14 +306,14 @@ def _labelled(option: str, folders: Sequence[Path], read: Callable[[Path], tuple
     return by_label
 
 
-def _trained(folder: Path) -> tuple[str, LearnedUnits]:
-    """Units of a finished training."""
+def trained_units(folder: Path) -> tuple[str, LearnedUnits]:
+    """Read the units of a finished training, and how they are called."""
     units = LearnedUnits.load(folder)
     return f"{units.provenance['method']} ({folder.resolve().name})", units
 
 
 def finished_factors(folder: Path) -> tuple[str, FactorSet]:
-    """Factors in a folder, or, where finetune or replace_model wrote it, those that they left there last."""
+    """Read the factors in a folder, or, where finetune or replace_model wrote it, those that they left there last."""
     places = [folder, folder / FINETUNED / FACTORS, folder / FACTORS]
     factors = FactorSet.load(next((place for place in places if (place / INDEX).is_file()), folder))
     tuned = ", tuned" if "finetune" in factors.provenance else ""

@@ -13,7 +13,7 @@ from swd_lens.analysis.audit import UnitLabels, audit
 from swd_lens.analysis.graph.export import plain_name
 from swd_lens.analysis.graph.frozen import require_drawable
 from swd_lens.base import __version__
-from swd_lens.base.errors import quoted
+from swd_lens.base.checks import one_of
 from swd_lens.base.sealed import tensor_digest
 from swd_lens.base.step_cache import StepCache
 from swd_lens.base.writer import writing
@@ -115,8 +115,8 @@ def graph(
         raise ValueError(
             "--sites and --factors: name the matrices to factorize, or a folder of finished factors, not both"
         )
-    if unknown := [name for name in export or () if name not in EXPORTS]:
-        raise ValueError(f"--export must be one of {', '.join(EXPORTS)}, got {quoted(unknown[0])}")
+    for target in export or ():
+        one_of("--export", target, EXPORTS)
     named = None if labels is None else UnitLabels.load(labels)
     finished = None if factors is None else finished_factors(factors)[1]
     made = ["screen"] * (not sites and finished is None) + ["factorize"] * (finished is None)
@@ -127,7 +127,10 @@ def graph(
         say(f"read {task} and text")
         of_task = load_task(task, model, n_train=n_train, n_test=n_train)
         aligned = well_done(model, of_task, prompts)
-        _say_aligned(aligned)
+        drawn = f"; {aligned.drawn} of them drawn for this" if aligned.drawn else ""
+        others = ", ".join(f"{count} {reason}" for reason, count in aligned.left_out.items())
+        others = f"; of the task left out: {others}" if others else ""
+        say(f"note: {len(aligned.split)} aligned prompts like: {aligned.text}{drawn}{others}")
         tokens, heldout = text.rows(model, model_options)
         kept = StepCache(
             out,
@@ -156,13 +159,20 @@ def graph(
             )
         attached = UnitSet.of(model, finished)
         say(f"score {attached.n_units:,} units on {len(aligned.split)} prompts of {of_task.name}")
-        circuit = best_units(attached, _scores(model, attached, aligned, kept), best)
+        scores = kept.values(
+            ("scores", *(f"{site} {identity}" for site, identity in attached.identities.items())),
+            lambda: scored_units(model, attached, aligned, progress=True).as_dict(),
+            UnitScores.from_dict,
+        )
+        circuit = best_units(attached, scores, best)
         circuit.save(out / "circuit.safetensors")
         shown, beside = _drawn(model, attached, circuit, aligned, prompt, edges, named)
         say("split attention edges by head, scores by pairs of units")
         paths = graphs.attention_paths(model, attached, shown)
         say("replay with single units changed, for the sliders of the page")
-        replays = graphs.replays(model, attached, shown, _most_telling(shown))
+        of_units = pd.DataFrame(shown.nodes[shown.nodes["kind"] == "unit"])
+        most_telling = of_units.sort_values("influence", ascending=False, kind="stable")["node"].head(_REPLAYED)
+        replays = graphs.replays(model, attached, shown, most_telling.tolist())
         say("look at the units on held-out text")
         members = sorted({f"{s}/{u}" for s, u in zip(shown.nodes["site"], shown.nodes["unit"], strict=True) if s})
         seen = audit(model, attached, heldout, units=members, n=6, labels=named, coactivation=False, progress=True)
@@ -190,16 +200,8 @@ def graph(
         )
 
 
-def _say_aligned(aligned: Aligned) -> None:
-    """What prompts the graph is of, and what became of the others."""
-    said = f"{len(aligned.split)} aligned prompts like: {aligned.text}"
-    drawn = f"; {aligned.drawn} of them drawn for this" if aligned.drawn else ""
-    others = ", ".join(f"{count} {reason}" for reason, count in aligned.left_out.items())
-    say(f"note: {said}{drawn}{f'; of the task left out: {others}' if others else ''}")
-
-
 def _needed(model: Any, task: Task, aligned: Aligned, kept: StepCache) -> list[str]:
-    """The sites that the task needs, by a screen."""
+    """Find the sites that the task needs, by a screen."""
     say("screen the outputs: what does the task lose where one is its mean?")
     screened = kept.values(
         ("screen",), lambda: screened_outputs(model, task, aligned, progress=True).as_dict(), Screen.from_dict
@@ -213,12 +215,6 @@ def _needed(model: Any, task: Task, aligned: Aligned, kept: StepCache) -> list[s
     return list(needed.sites)
 
 
-def _scores(model: Any, units: UnitSet, aligned: Aligned, kept: StepCache) -> UnitScores:
-    """Scores of all units, kept for an interrupted command."""
-    key = ("scores", *(f"{site} {identity}" for site, identity in units.identities.items()))
-    return kept.values(key, lambda: scored_units(model, units, aligned, progress=True).as_dict(), UnitScores.from_dict)
-
-
 def _drawn(
     model: Any,
     units: UnitSet,
@@ -228,7 +224,7 @@ def _drawn(
     edges: int,
     labels: UnitLabels | None,
 ) -> tuple[graphs.UnitGraph, graphs.UnitGraph | None]:
-    """The graph of one prompt, and that of the task to stand beside it."""
+    """Draw the graph of one prompt, and that of the task to stand beside it."""
     named = {} if labels is None else {unit: label.label for unit, label in labels.items()}
     how: Mapping[str, Any] = {"attention": "frozen", "keep": edges, "labels": named}
     if prompt is not None:
@@ -244,12 +240,6 @@ def _drawn(
     return shown, graphs.task_graph(model, units, circuit, aligned, progress=True, **how)
 
 
-def _most_telling(graph: graphs.UnitGraph) -> list[str]:
-    """The nodes of units with the largest influence: a true run of each is what takes long."""
-    of_units = pd.DataFrame(graph.nodes[graph.nodes["kind"] == "unit"])
-    return of_units.sort_values("influence", ascending=False, kind="stable")["node"].head(_REPLAYED).tolist()
-
-
 def _by_site(circuit: Circuit) -> pd.DataFrame:
     of_circuit = circuit.table()
     rows = [
@@ -261,5 +251,5 @@ def _by_site(circuit: Circuit) -> pd.DataFrame:
 
 
 def _narrow(edges: pd.DataFrame) -> pd.DataFrame:
-    """What has room in a terminal of 80 columns."""
+    """Keep what has room in a terminal of 80 columns."""
     return pd.DataFrame(edges[["source", "target", "kind", "contribution"]])

@@ -170,16 +170,15 @@ def replace(
     if finetune != "none" and not (finetune_tokens or text.tokens):
         raise ValueError("--tokens 0 leaves nothing to fine-tune on; give --finetune-tokens, or --finetune none")
     rows, heldout = text.rows(model, model_options, max(text.tokens, finetune_tokens or 0))
-    batch = (
-        0 if finetune == "none" else resolve_finetuning(FINETUNING if finetune == DEFAULT else finetune, {}).batch_size
-    )
+    fitted_on = first_rows(rows, text.tokens)
+    recipe = FINETUNING if finetune == DEFAULT else finetune
     needed = memory_of_replacement(
         model,
         sites,
-        tokens=first_rows(rows, text.tokens),
+        tokens=fitted_on,
         calibration=calibration or ("sequential" if solver.preset == "paper" else "corrected"),
         sparsity=sparsity,
-        tuned_rows=batch,
+        tuned_rows=0 if finetune == "none" else resolve_finetuning(recipe, {}).batch_size,
         row_length=heldout.shape[1],
         **solver.arguments(),
     )
@@ -189,7 +188,7 @@ def replace(
         sites,
         sparsity=sparsity,
         budgets=budgets,
-        tokens=first_rows(rows, text.tokens),
+        tokens=fitted_on,
         heldout=heldout,
         finetune=None if finetune == "none" else finetune,
         finetune_tokens=None if finetune_tokens is None else first_rows(rows, finetune_tokens),
@@ -245,7 +244,7 @@ def estimate(
 
 
 def _narrow(wide: pd.DataFrame, left_out: tuple[str, ...]) -> pd.DataFrame:
-    """What has room in a terminal of 80 columns; --json and replacement.json have the rest."""
+    """Keep what has room in a terminal of 80 columns; --json and replacement.json have the rest."""
     names = [name for name in wide.columns if name not in left_out and not re.match(r"share|(KL|relMSE) uniform", name)]
     return wide.filter(items=names)
 

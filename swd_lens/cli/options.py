@@ -1,4 +1,4 @@
-"""What commands share: options, each declared once, and how a command is run, printed and interrupted.
+"""The shared parts of commands: options, each declared once, and how a command is run, printed and interrupted.
 
 1. A group of options is a dataclass: a field per option, with its help and its default, and methods that turn the options into
    what a command works on (a host, token rows, arguments of the solver). A command that has another default subclasses it.
@@ -59,11 +59,6 @@ class _Running:
 _running = _Running()
 
 
-def _set_threads(threads: int | None) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-
 HostOption = Annotated[
     str,
     Option(
@@ -91,7 +86,10 @@ CalibrationOption = Annotated[
 ]
 WorkersOption = Annotated[str, Option(help="Matrices solved at a time, in processes of their own; or 'ray'.")]
 OverwriteOption = Annotated[bool, Option("--overwrite", help="Start again in place of what the folder holds.")]
-ThreadsOption = Annotated[int | None, Option("--threads", help="CPU threads.", min=1, callback=_set_threads)]
+ThreadsOption = Annotated[
+    int | None,
+    Option("--threads", help="CPU threads.", min=1, callback=lambda n: None if n is None else torch.set_num_threads(n)),
+]
 
 
 # ---------------------------------------------------------------------------------------------- groups
@@ -204,7 +202,7 @@ class TrainingTextOptions(TextOptions):
 
 @dataclass(frozen=True)
 class SolverOptions:
-    """How each matrix is solved."""
+    """The options of the solver."""
 
     preset: Annotated[str, Option("--preset", help=f"Of the solver: {', '.join(PRESETS)}.")] = DEFAULT_PRESET
     units: Annotated[
@@ -226,7 +224,7 @@ class SolverOptions:
     ] = False
 
     def arguments(self) -> dict[str, Any]:
-        """What was asked for; what was not stays with the solver's defaults."""
+        """List what was asked for; what was not stays with the solver's defaults."""
         units = None if self.units is None else number_or_word(self.units)
         asked = {"units": units, "basis": self.basis, "outer_iterations": self.outer_iterations}
         asked["weigh_outputs"] = self.weigh_outputs or None
@@ -236,7 +234,7 @@ class SolverOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How results are printed, and on how many threads they are made."""
+    """The way in which results are printed, and on how many threads they are made."""
 
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of tables.")] = False
     threads: ThreadsOption = None
@@ -276,8 +274,10 @@ def command(to: typer.Typer, name: str | None = None, *, goes_on: bool = False) 
             with _told(goes_on):
                 of_groups = {name: group(**{o: given.pop(o) for o in options[name]}) for name, group in groups.items()}
                 function(**given, **of_groups)
-                if goes_on:
-                    _say_memory()
+                if goes_on and (peak := peak_bytes()) is not None:
+                    loaded = f", {in_words(_running.loaded)} of it when the model was loaded" if _running.loaded else ""
+                    on_gpu = f"; {in_words(gpu)} on the GPU" if (gpu := peak_gpu_bytes()) else ""
+                    _print_dim(f"peak memory {in_words(peak)}{loaded}{on_gpu}")
 
         every = [option for p in parameters for option in (options[p.name].values() if p.name in groups else [p])]
         call.__signature__ = inspect.Signature([o.replace(kind=inspect.Parameter.KEYWORD_ONLY) for o in every])
@@ -293,7 +293,9 @@ def _told(goes_on: bool) -> Iterator[None]:
     """Errors become one line and exit code 1; Ctrl-C becomes exit code 130."""
     _running.began, _running.steps, _running.loaded = time.monotonic(), None, 0
     warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
-    format_before, warnings.formatwarning = warnings.formatwarning, _warning_line
+    # Without the line of code, which says nothing to whom has typed a command.
+    format_before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {visible_lines(str(message))}\n"
     try:
         yield
         sys.stdout.flush()  # a full disk may be noticed only here
@@ -303,7 +305,13 @@ def _told(goes_on: bool) -> Iterator[None]:
         _say_error(str(error) or type(error).__name__)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        status.print(escape(visible(_interrupted(goes_on))), highlight=False, soft_wrap=True)
+        line = f"interrupted{'' if _running.steps is None else _running.steps.where()}; "
+        if goes_on:
+            again = shlex.join(["swd-lens", *(word for word in sys.argv[1:] if word != "--overwrite")])
+            line += f"what is finished is kept, and the same command again goes on from there: {again}"
+        else:
+            line += "nothing half-written was left behind"
+        status.print(escape(visible(line)), highlight=False, soft_wrap=True)
         raise typer.Exit(130) from None
     except Exception as error:  # nothing that a user could mend, as far as we know
         if TRACEBACK in os.environ:
@@ -315,22 +323,8 @@ def _told(goes_on: bool) -> Iterator[None]:
         warnings.formatwarning = format_before
 
 
-def _warning_line(message: Warning | str, *_: Any, **__: Any) -> str:
-    """Without the line of code, which says nothing to whom has typed a command."""
-    return f"warning: {visible_lines(str(message))}\n"
-
-
 def _say_error(text: str) -> None:
     status.print(f"[bold red]error:[/bold red] {escape(visible_lines(text))}", highlight=False, soft_wrap=True)
-
-
-def _interrupted(goes_on: bool) -> str:
-    """What Ctrl-C says: where it was, how much is finished, and the command that goes on."""
-    where = f"interrupted{'' if _running.steps is None else _running.steps.where()}"
-    if not goes_on:
-        return f"{where}; nothing half-written was left behind"
-    command = shlex.join(["swd-lens", *(word for word in sys.argv[1:] if word != "--overwrite")])
-    return f"{where}; what is finished is kept, and the same command again goes on from there: {command}"
 
 
 def plan(*kinds: str, complete: bool = True) -> Steps:
@@ -340,7 +334,7 @@ def plan(*kinds: str, complete: bool = True) -> Steps:
 
 
 def say(step: str) -> None:
-    """A step begins, or a part of one."""
+    """Say that a step begins, or a part of one."""
     (_running.steps or _tell)(step)
 
 
@@ -349,21 +343,16 @@ def _tell(line: str) -> None:
     status.print(f"[dim]{spent}[/dim]  {escape(visible(line))}", highlight=False, soft_wrap=True)
 
 
-def _say_memory() -> None:
-    peak, gpu = peak_bytes(), peak_gpu_bytes()
-    if peak is not None:
-        loaded = f", {in_words(_running.loaded)} of it when the model was loaded" if _running.loaded else ""
-        on_gpu = f"; {in_words(gpu)} on the GPU" if gpu else ""
-        status.print(f"[dim]peak memory {in_words(peak)}{loaded}{on_gpu}[/dim]", highlight=False, soft_wrap=True)
-
-
 def say_memory_needed(parts: Mapping[str, int]) -> None:
     """Before the work: the most that it may need beyond the loaded model, and what is there; parts -> bytes."""
     part = max(parts, key=lambda name: parts[name])
     free = available_bytes(torch.device("cpu"))
     there = "" if free is None else f"; {in_words(free)} available"
     short = ", which may not be enough" if free is not None and parts[part] > free else ""
-    line = f"memory: at most {in_words(parts[part])} beyond the loaded model ({part}){there}{short}"
+    _print_dim(f"memory: at most {in_words(parts[part])} beyond the loaded model ({part}){there}{short}")
+
+
+def _print_dim(line: str) -> None:
     status.print(f"[dim]{escape(visible(line))}[/dim]", highlight=False, soft_wrap=True)
 
 

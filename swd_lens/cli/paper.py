@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from swd_lens.base.files import plain
 from swd_lens.base.progress import duration
+from swd_lens.cli.baselines import parsed_settings
 from swd_lens.cli.options import HostOption, OutputOptions, OverwriteOption, app, command, plan, say, show
 from swd_lens.hosts.embedded import load_default_model
 from swd_lens.hosts.load import load_host
@@ -56,40 +57,22 @@ def paper(
 ) -> None:
     """The paper's tables and figures, each by one command: ITEM, all, or a report of what a folder holds."""
     if item is None:
-        _list_items(printed, profile)
+        settings_of_all = [items.settings_of(name, profile) for name in items_named(_ALL, profile)]
+        rows = pd.DataFrame({"item": s.item, "asks": s.question, "section": s.section} for s in settings_of_all)
+        profiles = pd.DataFrame({"profile": list(items.PROFILES), "settings": list(items.PROFILES.values())})
+        values = {"items": rows.to_dict("records"), "profiles": dict(items.PROFILES)}
+        printed.show(values, table("Items of the paper", rows), table("Profiles", profiles))
     elif item == _REPORT:
         if folder is None:
             raise ValueError("report needs the folder of finished items: swd-lens paper report DIR")
         path = write_paper_report(folder)
         show(printed.as_json, {"report": str(path)}, f"The report is in {path} ({path.stat().st_size / 1e6:.1f} MB).")
     elif dry_run:
-        _show_plan(printed, item, profile, model, host, _values(settings or []))
+        _show_plan(printed, item, profile, model, host, parsed_settings(settings))
     else:
         if out is None:
             raise ValueError("--out says where the items go; --dry-run shows what they would do")
-        _run(printed, item, profile, model, host, text, out, overwrite, _values(settings or []))
-
-
-def _values(settings: list[str]) -> dict[str, Any]:
-    """Name -> value, of "NAME=VALUE"."""
-    values = {}
-    for setting in settings:
-        name, equals, text = setting.partition("=")
-        if not equals:
-            raise ValueError(f"--set {setting}: give NAME=VALUE, the value as JSON or plain text")
-        try:
-            values[name] = json.loads(text)
-        except ValueError:
-            values[name] = text
-    return values
-
-
-def _list_items(printed: OutputOptions, profile: str) -> None:
-    settings = [items.settings_of(name, profile) for name in items_named(_ALL, profile)]
-    rows = pd.DataFrame({"item": each.item, "asks": each.question, "section": each.section} for each in settings)
-    profiles = pd.DataFrame({"profile": list(items.PROFILES), "settings": list(items.PROFILES.values())})
-    values = {"items": rows.to_dict("records"), "profiles": dict(items.PROFILES)}
-    printed.show(values, table("Items of the paper", rows), table("Profiles", profiles))
+        _run(printed, item, profile, model, host, text, out, overwrite, parsed_settings(settings))
 
 
 def _show_plan(

@@ -26,7 +26,7 @@ from swd_lens.circuits.screen import remark_of
 from swd_lens.report import plots, wording
 from swd_lens.report.looks import looks_of
 from swd_lens.report.recipe import load_code, run_code
-from swd_lens.report.wording import controls_of, headline, main_replacement, paper_of, pruned_of
+from swd_lens.report.wording import headline, main_replacement, methods_of
 from swd_lens.study import Run
 from swd_lens.study.run_file import Replacement
 from swd_lens.study.section import AttentionView, Cell, ReportSection
@@ -37,7 +37,7 @@ FILTERS = ("count", "fixed", "tiny", "signed", "percent", "duration", "readable"
 
 @dataclass(frozen=True)
 class Section:
-    """What a template shows: the anchor of the section, its line in the contents, and the template's values."""
+    """The values of a template: the anchor of the section, its line in the contents, and the template's values."""
 
     anchor: str
     title: str
@@ -85,18 +85,15 @@ def template(name: str) -> Template:
     env = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, finalize=_shown, trim_blocks=True, lstrip_blocks=True
     )
-    env.filters.update({name: getattr(wording, name) for name in FILTERS}, code=_code)
+    env.filters.update(
+        {name: getattr(wording, name) for name in FILTERS}, code=lambda text: escape(visible_lines(text))
+    )
     return env.get_template(f"{name}.html.j2")
 
 
 def _shown(value: Any) -> Any:
-    """What a template is given, as it is put into the page."""
+    """Make a template's value what is put into the page."""
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _code(text: str) -> Markup:
-    """Lines of code."""
-    return escape(visible_lines(text))
 
 
 def encodable(page: str) -> str:
@@ -112,12 +109,13 @@ def _results(run: Run) -> Iterator[Section]:
 
 
 def _what(run: Run) -> Iterator[Section]:
-    beside = {"controls": controls_of(run), "paper": paper_of(run), "pruned": pruned_of(run)}
+    beside = {"exact": methods_of(run, "control", exact=True), "paper": methods_of(run, "paper")}
+    beside |= {"pruned": methods_of(run, "control"), "controls": run.settings.get("controls", [])}
     yield Section("what", "What was done", {**beside, "left_out": run.settings.get("controls left out", [])})
 
 
 def _fidelity(run: Run) -> Iterator[Section]:
-    """Per surface: its replacements, and a figure of relMSE by site."""
+    """Show, per surface, its replacements, and a figure of relMSE by site."""
     by_surface: dict[str, list[Replacement]] = {}
     looks = looks_of(run)
     for r in run.replacements:
@@ -150,7 +148,7 @@ def _fidelity(run: Run) -> Iterator[Section]:
 
 
 def _tasks(run: Run) -> Iterator[Section]:
-    """Every task once: what it asks, its prompts, and how the dense host does."""
+    """Show every task once: what it asks, its prompts, and how the dense host does."""
     rows: dict[str, dict[str, Any]] = {}
     for by_task in run.comparisons.values():
         for curve in (curve for comparison in by_task.values() for curve in comparison.curves.values()):
@@ -167,7 +165,7 @@ def _tasks(run: Run) -> Iterator[Section]:
 
 
 def _screen(run: Run) -> Iterator[Section]:
-    """What the tasks need of the dense model: per task a heat map of single sites, and what matters most."""
+    """Show what the tasks need of the dense model: per task a heat map of single sites, and what matters most."""
     if run.screen is None:
         return
     groups = []
@@ -188,7 +186,7 @@ def _screen(run: Run) -> Iterator[Section]:
 
 
 def _circuits(run: Run) -> Iterator[Section]:
-    """Per surface and intervention: one figure column and one block of table rows per task."""
+    """Show, per surface and intervention, one figure column and one block of table rows per task."""
     looks = looks_of(run)
     surfaces = [
         _circuits_of(f"{surface}: {wording.intervention_words(*intervention)}" if comparison.others else surface, each)
@@ -218,7 +216,7 @@ def _circuits(run: Run) -> Iterator[Section]:
 
 
 def _circuits_of(title: str, by_task: Comparison) -> dict[str, Any]:
-    """A comparison as rows; a method of worse CE or KL than the reference is no fair match, so the legend has the difference."""
+    """Lay out a comparison as rows; a method of worse CE or KL than the reference is no fair match, and its legend says so."""
     columns = [
         {"task": task, "comparison": of_task, "rows": _cost_rows(of_task), "curves": of_task.curves}
         for task, of_task in by_task.items()
@@ -264,7 +262,7 @@ def _in_words(comparison: TaskComparison, cost: str) -> str:
 
 
 def _units(run: Run) -> Iterator[Section]:
-    """Per task that has cards: whose units they are, and the units as HTML."""
+    """Show, per task that has cards, whose units they are, and the units as HTML."""
     groups: dict[str, dict[str, Any]] = {}
     for card in run.cards:
         group = {"task": card.task, "surface": card.surface, "method": card.method, "units": []}
@@ -273,7 +271,7 @@ def _units(run: Run) -> Iterator[Section]:
 
 
 def _attention(run: Run) -> Iterator[Section]:
-    """Views as panels, by task, those of no task last; each with the same as a picture for paper and in words."""
+    """Show views as panels, by task, those of no task last; each also as a picture for paper and in words."""
     if not run.attention:
         return
     by_task: dict[str, list[dict[str, Any]]] = {}
@@ -300,24 +298,15 @@ def _view(view: AttentionView, prefix: str) -> dict[str, Any]:
     }
 
 
-def _extras(run: Run) -> Iterator[Section]:
-    """What the study added."""
-    yield from extra_sections(run.extras)
-
-
 def extra_sections(sections: Sequence[ReportSection]) -> Iterator[Section]:
-    """Sections of a study's own: pictures with ids of their own, tables with numbers as a reader wants them."""
+    """Give sections of a study's own, in whose tables numbers are as a reader wants them."""
     for i, section in enumerate(sections):
-        pictures = [
-            (picture, Markup(plots.page_svg(picture.svg, f"extra-{i}-{k}", picture.title, picture.description)))
-            for k, picture in enumerate(section.pictures)
-        ]
         tables = [
             {"caption": t.caption, "columns": t.columns, "rows": [[_cell(cell) for cell in row] for row in t.rows]}
             for t in section.tables
         ]
         page = None if section.graph is None else section.graph.page()
-        values = {"anchor": f"extra-{i}", "section": section, "pictures": pictures, "tables": tables}
+        values = {"anchor": f"extra-{i}", "section": section, "tables": tables}
         # In a frame of its own, whose own policy lets nothing in: neither page can change the other.
         values |= {"frame": None if page is None else escape(page), "size": len(page or "") / 1e6}
         yield Section(f"extra-{i}", section.short or section.title, values)
@@ -333,7 +322,7 @@ def _cell(value: Cell) -> tuple[str, bool]:
 
 
 def _settings(run: Run) -> Iterator[Section]:
-    """Settings of the run, and per replacement what its factors say about themselves."""
+    """Show the settings of the run, and per replacement what its factors say about themselves."""
     provenance = []
     for r in run.replacements:
         said: Mapping[str, Any] = {
@@ -360,7 +349,7 @@ SECTIONS: Mapping[str, Callable[[Run], Iterator[Section]]] = {
     "circuits": _circuits,
     "units": _units,
     "attention": _attention,
-    "extra": _extras,
+    "extra": lambda run: extra_sections(run.extras),
     "settings": _settings,
     "reproduce": _reproduce,
 }

@@ -18,7 +18,7 @@ PAGE = "paper.html"
 
 
 def write_paper_report(folder: str | Path, path: str | Path | None = None) -> Path:
-    """One page of a folder's finished items, written atomically; returns its path.
+    """Write one page of a folder's finished items, atomically; returns its path.
 
     Args:
         folder: what `swd_lens.study.paper.run_items` wrote.

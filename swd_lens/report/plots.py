@@ -44,7 +44,7 @@ _LONGEST = 12
 def circuit_column(
     curves: Mapping[str, CostCurve], looks: Mapping[str, Look], threshold: float | int = 0.9, cost: str = "edges"
 ) -> Figure:
-    """What is recovered (above) and the drop (below) against active edges or units, for one task."""
+    """Draw what is recovered (above) and the drop (below) against active edges or units, for one task."""
     figure, axes = new_figure(2, 1, width=2.5, height=1.75)
     figure.set_layout_engine(None)  # the same margins in every column, so that columns align in the page
     figure.subplots_adjust(left=0.25, right=0.97, top=0.98, bottom=0.12, hspace=0.1)
@@ -87,7 +87,7 @@ def _draw(ax: Axes, curves: Mapping[str, CostCurve], looks: Mapping[str, Look], 
 
 
 def relmse_dots(replacements: Sequence[Replacement], looks: Mapping[str, Look]) -> Figure | None:
-    """relMSE of every site, one dot per method; None if there is a single site or every method is exact (nothing to see).
+    """Draw the relMSE of every site, one dot per method; None if there is a single site or all methods are exact.
 
     An error that is not finite has no place on the axis; the table says it.
     """
@@ -121,7 +121,7 @@ def relmse_dots(replacements: Sequence[Replacement], looks: Mapping[str, Look]) 
 
 
 def pattern_grid(view: AttentionView) -> str:
-    """All heads of a view, destinations down, sources across: an <svg> element without title, see `page_svg`."""
+    """Draw all heads of a view, destinations down, sources across: an <svg> element without title, see `page_svg`."""
     values = view.tensor().numpy()
     largest = float(np.abs(values).max()) or 1.0
     labels = [visible_token(token) for token in view.tokens] if len(view.tokens) <= _LABELLED else []
@@ -130,13 +130,18 @@ def pattern_grid(view: AttentionView) -> str:
     down = -(-len(view.names) // across)
     width, height = left + across * (_SIDE + _GAP), down * (_SIDE + _TITLE + _GAP)
     parts = [f'<svg viewBox="0 0 {width:g} {height:g}">']
-    for i, (name, head) in enumerate(zip(view.names, values, strict=True)):
+    for i, (name, head) in enumerate(zip(view.names, values / largest, strict=True)):
+        colours = np.asarray(DIVERGING((head + 1) / 2) if view.signed else SEQUENTIAL(head))
+        on_paper = colours[..., :3] * colours[..., 3:] + (1 - colours[..., 3:])
+        file = io.BytesIO()
+        imsave(file, (on_paper * 255).round().astype(np.uint8), format="png", metadata={"Software": ""})
+        pixels = base64.b64encode(file.getvalue()).decode("ascii")
         x = left + (i % across) * (_SIDE + _GAP)
         y = (i // across) * (_SIDE + _TITLE + _GAP) + _TITLE
         parts.append(_text(name, x, y - 4, 9, "start"))
         parts.append(
             f'<image x="{x:g}" y="{y:g}" width="{_SIDE:g}" height="{_SIDE:g}" preserveAspectRatio="none" '
-            f'style="image-rendering: pixelated" href="data:image/png;base64,{_pixels(head / largest, view.signed)}"/>'
+            f'style="image-rendering: pixelated" href="data:image/png;base64,{pixels}"/>'
             f'<rect x="{x:g}" y="{y:g}" width="{_SIDE:g}" height="{_SIDE:g}" fill="none" stroke="#999" stroke-width="0.5"/>'
         )
         if i % across == 0:
@@ -155,18 +160,8 @@ def _text(text: str, x: float | int, y: float | int, size: float | int, anchor: 
     )
 
 
-def _pixels(values: np.ndarray, signed: bool) -> str:
-    """Values in [-1, 1] (or [0, 1]) as a PNG in base64."""
-    colours = np.asarray(DIVERGING((values + 1) / 2) if signed else SEQUENTIAL(values))
-    file = io.BytesIO()
-    on_paper = colours[..., :3] * colours[..., 3:] + (1 - colours[..., 3:])
-    pixels = (on_paper * 255).round().astype(np.uint8)
-    imsave(file, pixels, format="png", metadata={"Software": ""})
-    return base64.b64encode(file.getvalue()).decode("ascii")
-
-
 def swatch(look: Look, prefix: str, marker: bool = False) -> str:
-    """A small line (or marker, for dots) as a method is drawn, for legends in the page; ids as `inline_svg`."""
+    """Draw a small line (or marker, for dots) as a method is drawn, for legends in the page; ids as `inline_svg`."""
     figure, axes = new_figure(1, 1, width=0.42, height=0.16)
     ax = axes[0, 0]
     ax.axis("off")
@@ -191,7 +186,7 @@ def inline_svg(figure: Figure, prefix: str, title: str, description: str) -> str
 
 
 def page_svg(text: str, prefix: str, title: str, description: str) -> str:
-    """`inline_svg` of a picture that is an SVG already (our own, or checked: see `swd_lens.study.section.drawing`)."""
+    """Give an SVG of our own as `inline_svg` gives a figure."""
     if not re.fullmatch(r"[A-Za-z][\w-]*", prefix):
         raise ValueError(f"an id prefix takes letters, digits and hyphens, got {quoted(prefix)}")
     described = f" {prefix}-desc" if description else ""

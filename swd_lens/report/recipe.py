@@ -4,7 +4,6 @@ from typing import Any
 
 from swd_lens.report.wording import main_replacement
 from swd_lens.study import Run
-from swd_lens.study.controls import RANDOM_B, RANDOM_B_SEEDS
 from swd_lens.study.run_file import folders_of
 
 DEFAULT_MODEL = "swd-lens-default"
@@ -63,13 +62,9 @@ def run_code(run: Run) -> str:
         named = zip(run.replacements, folders_of(run.replacements), strict=True)
         loads = {r.method: f"swd.FactorSet.load({name!r})" for r, name in named if r.method in s["factors"]}
         lines += ["    factors={", *(f"        {label!r}: {load}," for label, load in loads.items()), "    },"]
-    seeds = {len(c.groups[RANDOM_B]) for c in run.comparisons.values() if RANDOM_B in c.groups}
-    lines += [f"    random_b_seeds={n}," for n in seeds if n != RANDOM_B_SEEDS]
-    # What runs of former versions, which do not say it, had.
-    former = {"positions": "scoring", "ablation": "mean", "controls": ["neurons", "svd"]}
-    if s.get("controls left out"):  # by name they would be refused, as by default they are not
-        del former["controls"]
-    lines += [f"    {name}={s.get(name, value)!r}," for name, value in former.items()]
+    # Controls that were left out would by name be refused, as by default they are not.
+    named = ("random_b_seeds", "positions", "ablation", *([] if s.get("controls left out") else ["controls"]))
+    lines += [f"    {name}={s[name]!r}," for name in named if name in s]
     lines += [f"    {key}={value!r}," for key, value in solver.items()]
     return "\n".join([*lines, ")", 'write_report(run, "report.html")'])
 

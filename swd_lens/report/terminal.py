@@ -25,7 +25,7 @@ _SHORT = {
 
 
 def run_tables(run: Run) -> list[Table | Text]:
-    """A run, surface by surface: how well each method stands in for the dense matrices, then what circuits cost.
+    """Tabulate a run, surface by surface: how well each method stands in for the dense matrices, then what circuits cost.
 
     Circuits: least cost, "units / edges", of recovering 0.9 of what the surface carries, and of half the whole drop.
     """
@@ -48,8 +48,8 @@ def run_tables(run: Run) -> list[Table | Text]:
             c if yes else "no" for c, yes in zip(rows["carried"].round(2), rows["carries"], strict=True)
         ]
         for title, threshold in (("recovered 0.9", "recovered 0.9"), ("half the drop", "necessity 0.5")):
-            units, edges = (rows[f"{cost} at {threshold}"] for cost in ("units", "edges"))
-            shown[title] = [_cost(u, e) for u, e in zip(units, edges, strict=True)]
+            costs = zip(rows[f"units at {threshold}"], rows[f"edges at {threshold}"], strict=True)
+            shown[title] = ["" if pd.isna(u) else f"{u:,.0f} / {e:,.0f}" for u, e in costs]  # of seeds: the means
         tables.append(table(f"Circuits in {surface}{where}: least units / edges", shown))
     return [
         *tables,
@@ -57,12 +57,8 @@ def run_tables(run: Run) -> list[Table | Text]:
     ]
 
 
-def _cost(units: Any, edges: Any) -> str:
-    return "" if pd.isna(units) else f"{units:,.0f} / {edges:,.0f}"  # of seeds: the means
-
-
 def table(title: str, frame: pd.DataFrame) -> Table:
-    """A DataFrame as a rich table; numeric columns to the right."""
+    """Make a DataFrame a rich table; numeric columns to the right."""
     shown = Table(
         title=Text(visible(title)), title_justify="left", title_style="bold", header_style="bold", padding=(0, 1)
     )

@@ -1,4 +1,4 @@
-"""How the report writes numbers and settings; plain strings in, plain strings out, escaping is the template's.
+"""The report's way of writing numbers and settings; plain strings in, plain strings out, escaping is the template's.
 
 1. Numbers: digits that a reader can use (`fixed`, `signed`, `tiny`, `percent`, `count`), a dash for what is undefined.
 2. Settings: a nested mapping becomes (depth, name, value) rows in its own order.
@@ -17,7 +17,6 @@ from typing import Any
 
 import pandas as pd
 
-from swd_lens.circuits import Comparison
 from swd_lens.circuits.comparison import priced
 from swd_lens.circuits.measure import RECOVERED, Threshold, part_of
 from swd_lens.study import Run
@@ -55,7 +54,7 @@ def count(value: Any) -> str:
 
 
 def fixed(value: Any, digits: int = 3) -> str:
-    """A number with so many decimals and a true minus sign."""
+    """Write a number with so many decimals and a true minus sign."""
     if missing(value):
         return UNDEFINED
     text = f"{value:,.{digits}f}"
@@ -96,7 +95,7 @@ def readable(name: str) -> str:
 
 
 def intervention_words(positions: str, ablation: str) -> str:
-    """What was done to units, and where: "mean ablation at the scoring position"."""
+    """Say what was done to units, and where: "mean ablation at the scoring position"."""
     return f"{ablation} ablation at {'the scoring position' if positions == 'scoring' else f'{positions} positions'}"
 
 
@@ -141,7 +140,7 @@ class Cost:
 
 
 def headline(run: Run, recovered: float = RECOVERED) -> list[str]:
-    """One to a few sentences, most important first; none where a run has nothing of the kind."""
+    """Write one to a few sentences, most important first; none where a run has nothing of the kind."""
     subject = main_replacement(run)
     if subject is None:
         return []
@@ -161,12 +160,15 @@ def headline(run: Run, recovered: float = RECOVERED) -> list[str]:
         for task, comparison in by_task.items()
         for method, curve in comparison.curves.items()
     ]
-    controls = () if subject.control else [*_solved_beside(run, subject), *controls_of(run)]
+    beside = (r for r in run.replacements if abs(r.factors.sparsity - subject.factors.sparsity) < _SAME_SPARSITY)
+    solved = dict.fromkeys(r.method for r in beside if r.control and not r.exact)
+    controls = () if subject.control else [*solved, *methods_of(run, "control", exact=True)]
     apart = {
         (surface, control)
         for surface, comparison in run.comparisons.items()
         for control in controls
-        if _worse(comparison, subject.method, control)
+        if {subject.method, control} <= set(comparison.methods)
+        and replace(comparison, reference=subject.method).out_by(control)
     }
     return [
         *_opening(run, subject.method, controls, threshold, apart),
@@ -178,7 +180,7 @@ def headline(run: Run, recovered: float = RECOVERED) -> list[str]:
 def _opening(
     run: Run, method: str, controls: Sequence[str], threshold: Threshold, apart: Collection[tuple[str, str]]
 ) -> Iterator[str]:
-    """What the surface that carries the largest share of a task does for it, the circuit of that, and the cheapest control's."""
+    """Say what the surface that carries the largest share of a task does for it, with which circuit, and what a control needs."""
     cells = [
         (surface, task, of_task.curves)
         for surface, by_task in run.comparisons.items()
@@ -216,31 +218,9 @@ def main_replacement(run: Run) -> Replacement | None:
     return max(candidates, key=lambda r: (len(r.factors), r.factors.sparsity), default=None)
 
 
-def controls_of(run: Run) -> list[str]:
-    """The methods of the exact replacements."""
-    return list(dict.fromkeys(r.method for r in run.replacements if r.exact))
-
-
-def pruned_of(run: Run) -> list[str]:
-    """The methods of the pruned controls."""
-    return list(dict.fromkeys(r.method for r in run.replacements if r.pruned))
-
-
-def paper_of(run: Run) -> list[str]:
-    """The methods of the controls that the paper's solver made."""
-    return list(dict.fromkeys(r.method for r in run.replacements if r.paper))
-
-
-def _solved_beside(run: Run, subject: Replacement) -> list[str]:
-    """The methods of the controls with as many edges as the subject has."""
-    of_sparsity = (r for r in run.replacements if abs(r.factors.sparsity - subject.factors.sparsity) < _SAME_SPARSITY)
-    return list(dict.fromkeys(r.method for r in of_sparsity if r.pruned or r.paper))
-
-
-def _worse(comparison: Comparison, method: str, control: str) -> bool:
-    """Whether the control's CE or KL is known to be worse than the method's by more than the comparison's tolerance."""
-    known = {method, control} <= set(comparison.methods)
-    return known and bool(replace(comparison, reference=method).out_by(control))
+def methods_of(run: Run, role: str, *, exact: bool = False) -> list[str]:
+    """List the methods that have this role, exact ones or others."""
+    return list(dict.fromkeys(r.method for r in run.replacements if (r.role, r.exact) == (role, exact)))
 
 
 def _fidelity_sentence(r: Replacement) -> str:
@@ -262,7 +242,7 @@ def cost_sentences(
     recovered: float,
     apart: Collection[tuple[str, str]] = (),
 ) -> Iterator[str]:
-    """What circuits of the method cost, beside those of each control.
+    """Say what circuits of the method cost, beside those of each control.
 
     Args:
         apart: (surface, control) where the control behaves worse than the method, so that their circuits are no fair match.
@@ -309,7 +289,7 @@ def _contest(
     cases: str,
     apart: Collection[tuple[str, str]],
 ) -> str:
-    """The method's costs beside a control's, whose edges over the method's stand beside each.
+    """Say the method's costs beside a control's, whose edges over the method's stand beside each.
 
     Args:
         cases: how many these are of all, where nothing before has said it.

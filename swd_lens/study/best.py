@@ -57,7 +57,8 @@ SHARES = (0.25, 0.5, 1.0)  # of prompts, round by round
 FEWEST = 32  # prompts of a round, as far as there are so many
 SMALL = 0.5  # of all edges: a larger circuit is none to speak of
 BY_HEAD = "SVD by head, whitened"
-_FILE = "best.json"
+FILE = "best.json"
+_BEST = "the best"  # outcome of the winner
 JUDGED = 4_096  # held-out tokens on which candidates are measured; the winner is on all
 _BETWEEN = 8  # lengths tried between two of the grid's
 # Of the time: until then candidates are made, rounds begun, and the winner is refined.
@@ -101,7 +102,7 @@ class BestCircuit(Record):
 
     @property
     def is_small(self) -> bool:
-        """Whether the circuit has at most half of all edges."""
+        """Say whether the circuit has at most half of all edges."""
         return self.n_edges <= SMALL * int(self.curve.rows["edges"].max())
 
     def table(self) -> pd.DataFrame:
@@ -109,40 +110,30 @@ class BestCircuit(Record):
         return self.tried.copy()
 
     def in_words(self) -> str:
-        """What was found, in sentences."""
+        """Say in sentences what was found."""
         row, all_edges = self.test.iloc[0], int(self.curve.rows["edges"].max())
-        circuit = (
+        said = [
             f"{self.curve.task}: {self.n_edges:,} edges ({int(row['units']):,} units) of {self.method} at {self.curve.surface} "
             f"recover {row['recovered']:.0%} ({row['recovered low']:.0%} to {row['recovered high']:.0%}) of what it carries, on "
             f"test prompts; the replacement's KL is {self.fidelity.kl:.2g} (goal {self.settings['kl']:g})."
-        )
-        goal = (
-            ""
-            if self.fidelity.kl <= self.settings["kl"]
-            else (f" That is over the goal, which it kept on the first {JUDGED:,} tokens, where it was chosen.")
-        )
-        null = (
-            " It has all units, so that no random circuits stand beside it."
-            if self.null is None
-            else f" Random circuits of as many edges do as well with p = {self.null.recovered_p:.2g}."
-        )
-        size = (
-            "" if self.is_small else f" This is no small circuit: it has {self.n_edges / all_edges:.0%} of all edges."
-        )
-        prefix = self.tried.loc[self.tried["outcome"] == "the best", "edges"].dropna()
-        sure = ""
+        ]
+        prefix = self.tried.loc[self.tried["outcome"] == _BEST, "edges"].dropna()
         if len(prefix) and int(prefix.iloc[0]) < self.n_edges:
-            sure = (
-                f" A prefix of {int(prefix.iloc[0]):,} edges recovers as much as was asked on the validation prompts; the "
+            said.append(
+                f"A prefix of {int(prefix.iloc[0]):,} edges recovers as much as was asked on the validation prompts; the "
                 "circuit is larger, so that other prompts do not fall short of it by chance."
             )
-        without = list(self.settings["not tried"])
-        late = (
-            f" Not tried for want of time (minutes={self.settings['minutes']:g}): {', '.join(without)}."
-            if without
-            else ""
-        )
-        return circuit + sure + goal + null + size + late
+        if self.fidelity.kl > self.settings["kl"]:
+            said.append(f"That is over the goal, which it kept on the first {JUDGED:,} tokens, where it was chosen.")
+        if self.null is None:
+            said.append("It has all units, so that no random circuits stand beside it.")
+        else:
+            said.append(f"Random circuits of as many edges do as well with p = {self.null.recovered_p:.2g}.")
+        if not self.is_small:
+            said.append(f"This is no small circuit: it has {self.n_edges / all_edges:.0%} of all edges.")
+        if late := list(self.settings["not tried"]):
+            said.append(f"Not tried for want of time (minutes={self.settings['minutes']:g}): {', '.join(late)}.")
+        return " ".join(said)
 
     def save(self, folder: str | Path) -> Path:
         """Write best.json, the circuit and its factors into the folder; best.json last, so that where it is all is there.
@@ -153,22 +144,22 @@ class BestCircuit(Record):
         assert self.circuit is not None and self.factors is not None
         folder = Path(folder)
         with writing(folder, "BestCircuit.save"):
-            (folder / _FILE).unlink(missing_ok=True)
+            (folder / FILE).unlink(missing_ok=True)
             self.factors.save(folder / "factors")
             self.circuit.save(folder / "circuit.safetensors")
-            write_sealed(folder / _FILE, self.as_dict())
+            write_sealed(folder / FILE, self.as_dict())
         return folder
 
     @classmethod
     def load(cls, folder: str | Path) -> "BestCircuit":
-        """What `save` wrote.
+        """Read what `save` wrote.
 
         Raises:
             FileNotFoundError: there is no best.json.
             ValueError: it, the circuit or the factors are damaged.
         """
         folder = Path(folder)
-        found = cls.from_dict(read_sealed(folder / _FILE, "a best circuit"))
+        found = cls.from_dict(read_sealed(folder / FILE, "a best circuit"))
         circuit, factors = Circuit.load(folder / "circuit.safetensors"), FactorSet.load(folder / "factors")
         return replace(found, circuit=circuit, factors=factors)
 
@@ -232,22 +223,28 @@ def best_circuit(
         if not value > 0:
             raise ValueError(f"{legible(name)}={quoted(value)}: give a number above 0")
     began = time.monotonic()
-    names = _needed(model, task, progress) if isinstance(sites, str) and sites == "auto" else _names(model, sites)
+    # 1. Where: the sites that were named, or the output that the task needs most.
+    auto = isinstance(sites, str) and sites == "auto"
+    names = _needed(model, task, progress) if auto else [site.name for site in find_sites(model, sites)]
     calibration, heldout = divided(model, tokens, heldout_tokens)
     n_few = max(1, JUDGED // heldout.row_length)
     few = split_rows(heldout, n_few)[0] if n_few < heldout.n_rows else heldout
     search = _Search(model, task, names, calibration, few, kl, Threshold("recovered", recovered), minutes, began)
-    winner = search.run(progress)
+    paths = paths_of(find_sites(model, names), DEFAULT_PRESET, None, {})
+    said = f"best circuit at {surface_name(names)}, about {duration(60 * minutes)}"
+    total = 1 + len(paths) + len(SHARES)
+    with tqdm(total=total, desc=said, unit="step", disable=not progress, leave=False) as search.bar:
+        # 2. Candidates: exact ones, and the sparsest of each path that keeps the goal.
+        candidates = [*search.exact(), *search.ends(paths)]
+        # 3. Rounds, in which the cheaper half goes on to more prompts.
+        winner = search.cheapest(candidates)
+    # 4. The winner's circuit on test prompts, and its replacement on all of the held-out text.
     settings = {"kl": kl, "recovered": recovered, "minutes": minutes, "seed": seed, "sites": names}
     return search.judged(winner, heldout, settings, seed, progress)
 
 
-def _names(model: Any, sites: Any) -> list[str]:
-    return [site.name for site in find_sites(model, sites)]
-
-
 def _needed(model: Any, task: Task, progress: bool) -> list[str]:
-    """The output that a screen of the dense host says the task needs most."""
+    """Find the output that the task needs most, by a screen of the dense host."""
     screened = screen(model, task, sites=list(OUTPUTS), surfaces={}, n_prompts=FEWEST, progress=progress)
     chosen = next(iter(screened.choose().values()), None)
     if chosen is None:
@@ -264,6 +261,7 @@ class _Candidate:
 
     Attributes:
         fidelity: on the held-out text; None of an exact one, until it has won.
+        path: of a goal; None of an exact one.
         of: the share of prompts that its prefix is of.
         row: the cheapest prefix on validation prompts; None where none recovers enough.
     """
@@ -272,7 +270,7 @@ class _Candidate:
     factors: FactorSet
     seconds: float
     fidelity: Fidelity | None
-    exact: bool
+    path: str | None
     of: float = SHARES[0]
     scores: UnitScores | None = None
     row: Mapping[str, Any] | None = None
@@ -285,7 +283,7 @@ class _Candidate:
 
 @dataclass
 class _Search:
-    """Steps 2 to 4."""
+    """The search, and what it has made so far."""
 
     model: Any
     task: Task
@@ -301,43 +299,11 @@ class _Search:
     not_tried: list[str] = field(default_factory=list)
     bar: Any = None
 
-    def run(self, progress: bool) -> _Candidate:
-        """The cheapest candidate on all validation prompts and text."""
-        said = f"best circuit at {surface_name(self.sites)}, about {duration(60 * self.minutes)}"
-        paths = paths_of(find_sites(self.model, list(self.sites)), DEFAULT_PRESET, None, {})
-        total = 1 + len(paths) + len(SHARES)
-        with tqdm(total=total, desc=said, unit="step", disable=not progress, leave=False) as bar:
-            self.bar = bar
-            bar.set_postfix_str("exact units")
-            alive = self._exact()
-            bar.update()
-            start = FIRST
-            for path, options in paths.items():
-                end, start = self._end_of(path, options, start)
-                alive += [] if end is None else [end]
-                bar.update()
-            for share in SHARES:
-                if share > SHARES[0] and time.monotonic() > self.began + _CHOOSE * 60 * self.minutes:
-                    share, alive = 1.0, [*alive[:1], *(c for c in alive[1:] if c.exact)][:2]
-                for candidate in alive:
-                    bar.set_postfix_str(f"{candidate.method}, one of {len(alive)}, on {share:.0%} of the prompts")
-                    if candidate.row is None or share > candidate.of:
-                        self._measure(candidate, share)
-                alive = self._better(alive, share)
-                bar.update()
-        if not alive:
-            raise ValueError(
-                f"nothing that was tried at {', '.join(self.sites)} recovers {self.threshold.value:g} of what it carries "
-                f"of {legible(self.task.name)}: it does not carry the task, or no prefix reaches so much on validation "
-                "prompts"
-            )
-        alive[0].outcome = "the best"
-        return alive[0]
-
     # ------------------------------------------------------------------ candidates
 
-    def _exact(self) -> list[_Candidate]:
-        """The exact candidates. They are W itself, so that text has nothing to say of them; it judges the winner."""
+    def exact(self) -> list[_Candidate]:
+        """Make the exact candidates. They are W itself, so that text has nothing to say of them; it judges the winner."""
+        self.bar.set_postfix_str("exact units")
         whitened = {"whitened": True, "tokens": self.text}
         makers = {
             EXACT["neurons"]: baselines.neurons,
@@ -349,11 +315,21 @@ class _Search:
         for method, make in makers.items():
             began = time.monotonic()
             made = make(self.model, self.sites)
-            self.candidates.append(_Candidate(method, made, time.monotonic() - began, None, True))
+            self.candidates.append(_Candidate(method, made, time.monotonic() - began, None, None))
+        self.bar.update()
         return list(self.candidates)
 
+    def ends(self, paths: Mapping[str, Mapping[str, Any]]) -> list[_Candidate]:
+        """Make the sparsest candidate of each path that keeps the goal, each search beginning where the last one ended."""
+        found, start = [], FIRST
+        for path, options in paths.items():
+            end, start = self._end_of(path, options, start)
+            found += [] if end is None else [end]
+            self.bar.update()
+        return found
+
     def _end_of(self, path: str, options: Mapping[str, Any], start: float) -> tuple[_Candidate | None, float]:
-        """The sparsest candidate of a path that keeps the goal, and its sparsity; None, and `start`, where there is none."""
+        """Find the sparsest candidate of a path that keeps the goal, and its sparsity; None, and `start`, where there is none."""
         points: list[tuple[float, float]] = []
         made: dict[float, _Candidate] = {}
         while len(points) < STEPS and (s := next_sparsity(points, start)) is not None:
@@ -362,8 +338,11 @@ class _Search:
             if candidate is None:
                 break
             made[s] = candidate
-            assert candidate.fidelity is not None
-            points.append((s, math.log(max(self._excess(candidate.fidelity), 1e-12))))
+            f = candidate.fidelity
+            assert f is not None
+            # Over the goal: KL, or the CE delta less two standard errors. At most 1 keeps it.
+            excess = max(f.kl, f.ce_delta - 2 * (f.ce_delta_se or 0.0)) / self.goal
+            points.append((s, math.log(max(excess, 1e-12))))
         kept = [s for s, log in points if log <= 0]
         for s, candidate in made.items():
             if s not in kept:
@@ -373,41 +352,58 @@ class _Search:
         return (made[max(kept)], max(kept)) if kept else (None, start)
 
     def _made(self, path: str, sparsity: float, options: Mapping[str, Any]) -> _Candidate | None:
-        """A candidate, with its fidelity on the held-out text; None where there is no time for it."""
+        """Make a candidate, with its fidelity on the held-out text; None where there is no time for it."""
         began, method = time.monotonic(), f"{path} s={sparsity:g}"
-        if began + self._forecast(path) > self.began + _MAKE * 60 * self.minutes:
+        last = {each.path: each.seconds for each in self.candidates if each.path is not None}
+        forecast = last.get(path, _FROM_NEURONS * last.get(SWD, 0.0) if path == FROM_NEURONS else 0.0)
+        if began + forecast > self.began + _MAKE * 60 * self.minutes:
             self.not_tried.append(method)
             return None
         self.bar.set_postfix_str(method)
         factors = factorize(self.model, self.sites, sparsity=sparsity, tokens=self.text, progress=False, **options)
         measured = fidelity(self.model, factors, self.heldout, dense=self.dense)
-        candidate = _Candidate(method, factors, time.monotonic() - began, measured, False)
+        candidate = _Candidate(method, factors, time.monotonic() - began, measured, path)
         self.candidates.append(candidate)
         return candidate
 
-    def _forecast(self, path: str) -> float:
-        """Seconds that the next candidate of a path will take, by the last one; 0 where nothing is known."""
-        last = {each.method.partition(" s=")[0]: each.seconds for each in self.candidates}
-        return last.get(path, _FROM_NEURONS * last.get(SWD, 0.0) if path == FROM_NEURONS else 0.0)
-
-    def _excess(self, f: Fidelity) -> float:
-        """KL, or the CE delta less two standard errors, over the goal; at most 1 keeps it."""
-        return max(f.kl, f.ce_delta - 2 * (f.ce_delta_se or 0.0)) / self.goal
-
     # ------------------------------------------------------------------ rounds
 
+    def cheapest(self, alive: list[_Candidate]) -> _Candidate:
+        """Find the candidate whose circuit has the fewest edges on all validation prompts.
+
+        Raises:
+            ValueError: none recovers enough.
+        """
+        for share in SHARES:
+            if share > SHARES[0] and time.monotonic() > self.began + _CHOOSE * 60 * self.minutes:
+                share, alive = 1.0, [*alive[:1], *(c for c in alive[1:] if c.path is None)][:2]
+            for candidate in alive:
+                self.bar.set_postfix_str(f"{candidate.method}, one of {len(alive)}, on {share:.0%} of the prompts")
+                if candidate.row is None or share > candidate.of:
+                    self._measure(candidate, share)
+            alive = self._better(alive, share)
+            self.bar.update()
+        if not alive:
+            raise ValueError(
+                f"nothing that was tried at {', '.join(self.sites)} recovers {self.threshold.value:g} of what it carries "
+                f"of {legible(self.task.name)}: it does not carry the task, or no prefix reaches so much on validation "
+                "prompts"
+            )
+        alive[0].outcome = _BEST
+        return alive[0]
+
     def _measure(self, candidate: _Candidate, share: float) -> None:
-        """The cheapest prefix on a share of the prompts."""
+        """Find the cheapest prefix on a share of the prompts."""
         candidate.of = share
         train, validation = (_part(split, share) for split in (self.task.train, self.task.validation))
         candidate.scores = attribute(self.model, candidate.factors, train, dense=self.dense)
         candidate.row = self._cheapest(candidate, validation)
 
     def _better(self, candidates: list[_Candidate], share: float) -> list[_Candidate]:
-        """The cheaper half (in the end the cheapest), and an exact one."""
+        """Take the cheaper half (in the end the cheapest), and an exact one."""
         kept = sorted((c for c in candidates if c.row is not None), key=lambda c: c.edges)
         n = 1 if share == 1.0 else math.ceil(len(kept) / 2)
-        exact = [c for c in kept[n:] if c.exact][:1] if share < 1.0 and not any(c.exact for c in kept[:n]) else []
+        exact = [c for c in kept[n:] if c.path is None][:1] if share < 1.0 and all(c.path for c in kept[:n]) else []
         for candidate in candidates:
             if candidate.row is None:
                 candidate.outcome = f"no prefix reaches {self.threshold}"
@@ -416,7 +412,7 @@ class _Search:
         return [*kept[:n], *exact]
 
     def _cheapest(self, candidate: _Candidate, split: TaskSplit) -> dict[str, Any] | None:
-        """The prefix of the fewest edges that reaches the threshold on these prompts, the grid refined once around it."""
+        """Find the prefix of the fewest edges that reaches the threshold on these prompts, the grid refined once around it."""
         assert candidate.scores is not None
         look = partial(
             evaluate, self.model, candidate.factors, split, candidate.scores, random_sets=0, dense=self.dense
@@ -430,7 +426,7 @@ class _Search:
     def judged(
         self, winner: _Candidate, heldout: TokenStream, settings: Mapping[str, Any], seed: int, progress: bool
     ) -> BestCircuit:
-        """The winner's circuit, on test prompts, and its replacement, on all of the held-out text."""
+        """Judge the winner's circuit on test prompts, and its replacement on all of the held-out text."""
         assert winner.scores is not None and winner.row is not None
         model, factors, scores = self.model, winner.factors, winner.scores
         length = int(winner.row["units"])

@@ -108,7 +108,7 @@ def save_checkpoint(
 def _kept(
     replaced: Mapping[str, Factors], circuit: Circuit | None, ablation: str
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Of a circuit, site -> (unit,) True where a unit stays; and site -> (d_out,) what the other units and offsets give."""
+    """Give, of a circuit, site -> (unit,) True where a unit stays; and site -> (d_out,) what the other units and offsets add."""
     constants = {
         name: of.offsets.unit.float() @ of.write.float() + of.offsets.out.float()
         for name, of in replaced.items()

@@ -38,7 +38,7 @@ _OF_SWD = {"preset", "units"} | {each.name for spec in PRESETS.values() for each
 
 
 def sizes_of(sparsities: Iterable[float | int], kl: float | None, ce: float | None) -> tuple[float | Goal, ...]:
-    """How large a study's factors are: of each sparsity, and as small as a goal allows.
+    """List how large a study's factors are: of each sparsity, and as small as a goal allows.
 
     Raises:
         ValueError: a goal that is not above 0.
@@ -66,6 +66,11 @@ class SolvedMethod:
         if self.control not in PAPER or isinstance(self.size, Goal):
             return None
         return next((site for site in sites if edges(site.d_in, site.d_out, self.size) < edges_needed(site)), None)
+
+    @property
+    def role(self) -> str:
+        """Its role in comparisons."""
+        return "swd" if self.control is None else "paper" if self.control in PAPER else "control"
 
     @property
     def asked(self) -> dict[str, Any]:

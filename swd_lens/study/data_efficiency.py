@@ -28,7 +28,7 @@ from swd_lens.base.errors import ResumeError, TokenError, legible, quoted
 from swd_lens.base.files import plain
 from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.progress import tqdm
-from swd_lens.base.sealed import read_json, readable, write_sealed
+from swd_lens.base.sealed import readable
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import require_writable_file, writing_file
 from swd_lens.circuits.fidelity import fidelities
@@ -51,8 +51,10 @@ TOKEN_COUNTS = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 _NOT_OPTIONS = ("model", "sites", "tokens", "out", "overwrite", "shard")
 # Points of a method that are measured in one pass of the dense host.
 _TOGETHER = 4
-# Those that change where and how fast, not what: `estimate` does not know them.
 _FITS = ".fits"  # the ending of the folder beside `out`
+_IN_WORDS = {"host_sha256": "the host", "heldout_sha256": "the held-out tokens", "tokens_sha256": "its tokens"}
+_GO_ON = "Measure as then to go on, give another file, or overwrite=True to start again"
+# Those that change where and how fast, not what: `estimate` does not know them.
 _NOT_ESTIMATED = ("device", "workers", "threads", "progress")
 
 
@@ -131,45 +133,53 @@ def data_efficiency(
         )
     surface = Surface(model, sites[0], fits, of_runs)
     series = {name: _series(name, given, surface, tokens, counts) for name, given in methods.items()}
-    settings = {"model": str(model.cfg.model_name), "site": sites[0].name, "swd_lens": __version__}
-    settings |= {"heldout_tokens": held.numel(), **standing_hooks(model)}
+    settings = {
+        "model": str(model.cfg.model_name),
+        "site": surface.site.name,
+        "swd_lens": __version__,
+        "heldout_tokens": held.numel(),
+        # What decides every point, whatever the method.
+        "host_sha256": host_fingerprint(model, model.cfg),
+        "heldout_sha256": tokens_fingerprint(held),
+        **standing_hooks(model),
+    }
+    points: list[Point] = []
+    about: dict[str, Any] = {}
     with nullcontext() if out is None else writing_file(out, "data_efficiency"):
-        file = None
         if fits is not None and overwrite:
             shutil.rmtree(fits, ignore_errors=True)
-        if out is not None:
-            # What decides every point, whatever the method.
-            recipe = {"site": sites[0].name, "host_sha256": host_fingerprint(model, model.cfg)}
-            recipe |= {"heldout_sha256": tokens_fingerprint(held), "swd_lens": __version__}
-            file = _File(Path(out), recipe, settings, overwrite)
-        points: list[Point] = []
-        about: dict[str, Any] = {}
-        for name, candidates in tqdm(
-            series.items(), desc="data efficiency", unit="method", disable=not progress, leave=False
-        ):
-            for group in _groups(candidates()):
-                known = {c.tokens: None if file is None else file.measured(name, c) for c in group}
+        file = _File(None if out is None else Path(out), settings, overwrite)
+        bar = tqdm(series.items(), desc="data efficiency", unit="method", disable=not progress, leave=False)
+        for name, candidates in bar:
+            waiting = candidates()
+            while group := list(islice(waiting, _TOGETHER)):
+                points += _measured(name, group, surface, held, file)
                 about[name] = dict(group[-1].about)
-                units = {c.tokens: c.make() for c in group if known[c.tokens] is None}
-                measured = (
-                    fidelities(model, {str(tokens): each for tokens, each in units.items()}, held) if units else {}
-                )
-                for candidate in group:
-                    point = known[candidate.tokens]
-                    if point is None:
-                        of_point = measured[str(candidate.tokens)]
-                        # Of a whole MLP what the MLP writes: its own output, or that of its last matrix.
-                        own = sites[0].name in of_point.relmse
-                        relmse = of_point.relmse[sites[0].name if own else surface.matrices[-1].name]
-                        edges = sum(of_site.edges for of_site in units[candidate.tokens].values())
-                        point = Point(name, candidate.tokens, candidate.kind, edges, of_point, relmse)
-                        if file is not None:
-                            file.add(point, candidate)
-                    points.append(point)
-                    reached(f", {len(points)} points measured")
+                reached(f", {len(points)} points measured")
                 if fits is not None:  # all of them are measured
                     shutil.rmtree(fits, ignore_errors=True)
-        return DataEfficiency(points, {**settings, "methods": about})
+    return DataEfficiency(points, {**settings, "methods": about})
+
+
+def _measured(name: str, group: Sequence["Candidate"], surface: "Surface", held: Any, file: "_File") -> list[Point]:
+    """Measure candidates of a method in one pass of the dense host, but for those that were measured before."""
+    known = {c.tokens: file.measured(name, c) for c in group}
+    units = {c.tokens: c.make() for c in group if known[c.tokens] is None}
+    measured = fidelities(surface.model, {str(tokens): each for tokens, each in units.items()}, held) if units else {}
+    points = []
+    for candidate in group:
+        point = known[candidate.tokens]
+        if point is None:
+            found = measured[str(candidate.tokens)]
+            # Of a whole MLP what the MLP writes: its own output, or that of its last matrix.
+            written = surface.site.name if surface.site.name in found.relmse else surface.matrices[-1].name
+            edges = sum(of_site.edges for of_site in units[candidate.tokens].values())
+            point = Point(
+                name, candidate.tokens, candidate.kind, edges, found, found.relmse[written], candidate.identity
+            )
+            file.add(point, candidate)
+        points.append(point)
+    return points
 
 
 # ---------------------------------------------------------------------------------------------- methods
@@ -181,7 +191,7 @@ class Candidate:
 
     Attributes:
         about: how its method was made; plain values.
-        identity: what decides the replacement's weights, as plain values; None where nobody can say.
+        identity: what decides the replacement's weights, as JSON gives it back; None where nobody can say.
         make: gives the replacement, site name -> Units.
     """
 
@@ -216,12 +226,6 @@ class Surface:
     def matrices(self) -> list[Site]:
         """The matrix, or those of the MLP."""
         return matrices_of(host_of(self.model), self.site)
-
-
-def _groups(candidates: Iterator[Candidate]) -> Iterator[list[Candidate]]:
-    """Candidates that are measured together."""
-    while group := list(islice(candidates, _TOGETHER)):
-        yield group
 
 
 def _series(name: str, given: Any, surface: Surface, tokens: Any, counts: list[int]) -> Series:
@@ -260,7 +264,7 @@ def _checkpoints(name: str, units: LearnedUnits, surface: Surface) -> Series:
         raise ValueError(f"{quoted(name)} replaces {replaced}, not {surface.site.name}")
     about = {"method": units.provenance["method"], "settings": units.provenance["settings"]}
     # The same recipe on the same text gives the same bits; the file says which text.
-    identity = {**about, "tokens_sha256": units.provenance["tokens_sha256"]}
+    identity = json.loads(json.dumps(plain({**about, "tokens_sha256": units.provenance["tokens_sha256"]})))
     asked = set(units.checkpoints) if surface.checkpoints is None else {*surface.checkpoints, max(units.checkpoints)}
     counts = [n for n in units.checkpoints if n in asked]
     return lambda: (Candidate(n, CHECKPOINT, about, identity, lambda n=n: units.at(n)) for n in counts)
@@ -303,8 +307,10 @@ def _fits(name: str, options: Mapping[str, Any], surface: Surface, tokens: Any, 
     def fits() -> Iterator[Candidate]:
         for n in n_rows:
             text, named = rows[:n], {"progress": False, **options}
-            identity = {**about, "tokens_sha256": tokens_fingerprint(text)}
-            kept = _fit_folder(surface, identity)
+            identity = json.loads(json.dumps(plain({**about, "tokens_sha256": tokens_fingerprint(text)})))
+            # A fit is kept until it is measured, in a folder named by what decides it.
+            digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+            kept = None if surface.fits is None else surface.fits / digest[:16]
             yield Candidate(
                 text.numel(),
                 FIT,
@@ -319,14 +325,8 @@ def _fits(name: str, options: Mapping[str, Any], surface: Surface, tokens: Any, 
 
 
 def _are_counts(counts: Iterable[Any]) -> bool:
-    """Whether all are whole numbers above 0."""
+    """Say whether all are whole numbers above 0."""
     return all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in counts)
-
-
-def _fit_folder(surface: Surface, identity: Mapping[str, Any]) -> Path | None:
-    """Where a fit is kept until it is measured, named by what decides it."""
-    digest = hashlib.sha256(json.dumps(plain(identity), sort_keys=True).encode()).hexdigest()
-    return None if surface.fits is None else surface.fits / digest[:16]
 
 
 def _plain(value: Any) -> Any:
@@ -339,48 +339,38 @@ def _plain(value: Any) -> Any:
 
 
 class _File:
-    """What `out` holds: points, and beside each what decides it."""
+    """The points in `out`, which is written anew as soon as one is measured; without it, points are only collected."""
 
-    def __init__(self, path: Path, recipe: Mapping[str, Any], settings: Mapping[str, Any], overwrite: bool):
-        self.path, self.recipe, self.settings = path, dict(recipe), dict(settings)
-        self.points: dict[tuple[str, int], tuple[Point, Any]] = {}  # and identities
+    def __init__(self, path: Path | None, settings: Mapping[str, Any], overwrite: bool):
+        self.path, self.settings = path, settings
+        self.points: dict[tuple[str, int], Point] = {}
         self.methods: dict[str, Any] = {}
-        if path.exists() and not overwrite:
-            self._read()
-
-    def _read(self) -> None:
-        held = DataEfficiency.load(self.path)
-        saved = read_json(self.path, DataEfficiency.WHAT)
-        words = {"host_sha256": "the host", "heldout_sha256": "the held-out tokens"}
-        with readable(self.path, DataEfficiency.WHAT):
-            changed = differences(saved.get("recipe", {}), self.recipe, words)
-        if changed:
-            raise ResumeError(
-                f"{self.path} holds another measurement: {'; '.join(changed)}. Measure as then to go on, give another "
-                "file, or overwrite=True to start again"
-            )
-        with readable(self.path, DataEfficiency.WHAT):
+        if path is None or overwrite or not path.exists():
+            return
+        held = DataEfficiency.load(path)
+        with readable(path, DataEfficiency.WHAT):
             self.methods = dict(held.settings["methods"])
-            for point, identity in zip(held.points, saved["identities"], strict=True):
-                self.points[point.method, point.tokens] = point, None if identity is None else dict(identity)
+        then = {name: value for name, value in held.settings.items() if name != "methods"}
+        now = json.loads(json.dumps(plain(settings)))  # as JSON gives it back
+        if changed := differences(then, now, _IN_WORDS):
+            raise ResumeError(f"{path} holds another measurement: {'; '.join(changed)}. {_GO_ON}")
+        self.points = {(point.method, point.tokens): point for point in held.points}
 
     def measured(self, name: str, candidate: Candidate) -> Point | None:
-        """The point, where it was measured before."""
-        if (name, candidate.tokens) not in self.points or candidate.identity is None:
+        """Give the point, where it was measured before."""
+        point = self.points.get((name, candidate.tokens))
+        if point is None or candidate.identity is None:
             return None
-        point, identity = self.points[name, candidate.tokens]
-        now = json.loads(json.dumps(plain(candidate.identity)))  # as JSON gives it back
-        if changed := differences(identity or {}, now, {"tokens_sha256": "its tokens"}):
+        if changed := differences(point.identity or {}, candidate.identity, _IN_WORDS):
             raise ResumeError(
                 f"{self.path} holds {quoted(name)} at {candidate.tokens:,} tokens, made otherwise: {'; '.join(changed)}. "
-                "Measure as then to go on, give another file, or overwrite=True to start again"
+                f"{_GO_ON}"
             )
         return point
 
     def add(self, point: Point, candidate: Candidate) -> None:
         """Write the point, and all before it."""
-        self.points[point.method, point.tokens] = point, candidate.identity
+        self.points[point.method, point.tokens] = point
         self.methods[point.method] = dict(candidate.about)
-        points, identities = map(list, zip(*self.points.values(), strict=True))
-        values = DataEfficiency(points, {**self.settings, "methods": self.methods}).as_dict()
-        write_sealed(self.path, {"format": 1, **values, "recipe": self.recipe, "identities": identities})
+        if self.path is not None:
+            DataEfficiency([*self.points.values()], {**self.settings, "methods": self.methods}).save(self.path)

@@ -31,6 +31,7 @@ class Point(PlainRecord):
         kind: "independent fit", "checkpoint" or "single point".
         edges: of the whole replacement.
         relmse: of the replaced output: of a whole MLP, the MLP's.
+        identity: what decides the replacement's weights, as plain values; None where nobody can say.
     """
 
     method: str
@@ -39,6 +40,7 @@ class Point(PlainRecord):
     edges: int
     fidelity: Fidelity
     relmse: float
+    identity: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, repr=False)

@@ -29,8 +29,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from swd_lens.base.checks import bounded
 from swd_lens.base.divergence import CHUNK_BYTES
-from swd_lens.base.errors import TokenError, UnsupportedHostError, legible, quoted, visible
+from swd_lens.base.errors import TokenError, UnsupportedHostError, quoted, visible
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import PlainRecord, Record
 from swd_lens.base.surroundings import with_torch_defaults
@@ -50,7 +51,7 @@ _LONGEST = 600  # characters of a text in a notebook's card
 
 @dataclass(frozen=True)
 class Continuation(PlainRecord):
-    """What one host wrote behind one prompt.
+    """A text that one host wrote behind one prompt.
 
     Attributes:
         tokens: the new ids; EOS or another stop token, if one came, is the last.
@@ -67,7 +68,7 @@ class Continuation(PlainRecord):
     stopped_by: str | None = None
 
     def course(self, is_dense: bool) -> str:
-        """How it went: "40 tokens", "departs at 7; <|im_end|> after 12 tokens"."""
+        """Say how it went: "40 tokens", "departs at 7; <|im_end|> after 12 tokens"."""
         n = f"{len(self.tokens)} tokens"
         end = {"eos": f"{self.stopped_by or 'EOS'} after {n}", "context": f"{n}, context full", "length": n}[self.stop]
         if is_dense:
@@ -86,7 +87,7 @@ class Continuation(PlainRecord):
 
 @dataclass(frozen=True)
 class Sample(PlainRecord):
-    """One prompt, and what each host made of it: label -> Continuation, "dense" first."""
+    """One prompt and its continuations: label -> Continuation, "dense" first."""
 
     prompt: str | None
     prompt_tokens: tuple[int, ...]
@@ -202,9 +203,8 @@ def generate(
         AttachError: see `swd_lens.attach`.
         UnsupportedHostError: the host attends both ways, so it cannot write on.
     """
-    for name, n in {"max_new_tokens": max_new_tokens, "batch_size": batch_size}.items():
-        if n < 1:
-            raise ValueError(f"{legible(name)}={n}: give a whole number of at least 1")
+    bounded("max_new_tokens", max_new_tokens, 1)
+    bounded("batch_size", batch_size, 1)
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature={temperature}: give 0 for the likeliest token, or a finite number above it")
     if not facts_of(model).causal:
@@ -288,13 +288,9 @@ def _continue(
         running &= ~torch.isin(largest, torch.tensor(stop, dtype=largest.dtype))
         if not running.any():
             break
-    return [_until(row, stop) for row in tokens[:, start:].tolist()]
-
-
-def _until(row: list[int], stop: Sequence[int]) -> tuple[int, ...]:
-    """A row up to its first stop token, that included."""
-    ends = [place for place, token in enumerate(row) if token in stop]
-    return tuple(row[: ends[0] + 1] if ends else row)
+    rows = tokens[:, start:].tolist()
+    ends = [next((place for place, token in enumerate(row) if token in stop), len(row)) for row in rows]
+    return [tuple(row[: end + 1]) for row, end in zip(rows, ends, strict=True)]
 
 
 def _gumbel(seed: int, prompt: int, step: int, vocab: int) -> Float[Tensor, " vocab"]:
@@ -306,7 +302,7 @@ def _gumbel(seed: int, prompt: int, step: int, vocab: int) -> Float[Tensor, " vo
 
 
 def _sample(model: Any, row: tuple[int, ...], written: Mapping[str, tuple[int, ...]], most: int) -> Sample:
-    """One prompt's continuations, decoded and compared with the dense host's."""
+    """Decode one prompt's continuations, and compare them with the dense host's."""
     ends, dense = stop_tokens(model), written[DENSE]
     by_host = {}
     for label, tokens in written.items():
@@ -320,7 +316,7 @@ def _sample(model: Any, row: tuple[int, ...], written: Mapping[str, tuple[int, .
 
 
 def _text(model: Any, row: tuple[int, ...], tokens: tuple[int, ...]) -> str | None:
-    """What follows the prompt's text. Decoded with it: some tokenizers drop the space before a text's first word."""
+    """Decode what follows a prompt's text, together with it: some tokenizers drop the space before a text's first word."""
     if model.tokenizer is None:
         return None
     prompt, whole = (model.tokenizer.decode(list(ids)) for ids in (row, row + tokens))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from swd_lens.analysis.graph import UnitGraph, attention_paths, plot_unit_paths, replays, unit_graph
+from swd_lens.analysis.graph import attention_paths, plot_unit_paths, replays, unit_graph
 from swd_lens.analysis.qk import QKReplay, QKScan, QKScreen, qk_replay, qk_scan, qk_screen
 from swd_lens.base.errors import legible, quoted, visible_token
 from swd_lens.circuits import attribute
@@ -46,22 +46,20 @@ def look_inside(
     if missing := [name for name in (graph_of, path_of) if name not in by_name]:
         raise ValueError(f"there is no task {quoted(missing[0])}; there are {legible(', '.join(by_name))}")
     units = UnitSet.of(model, factors)
-    view, pairs = _pairs(model, units, tasks)
-    sections = [pairs, _graph(model, units, by_name[graph_of]), _paths(model, units, by_name[path_of])]
-    return [view], sections
-
-
-# ---------------------------------------------------------------------------------------------- query-key pairs
-
-
-def _pairs(model: Any, units: UnitSet, tasks: Sequence[Task]) -> tuple[AttentionView, ReportSection]:
+    # 1. Query-key pairs.
     screen = qk_screen(model, units)
     prompts = [task.test.examples[0].prompt for task in tasks]
     scan = qk_scan(model, units, prompts, screen=screen, progress=False)
     telling = scan.best(1, max_dense_kl=MAX_DENSE_KL, min_agreement=MIN_AGREEMENT, min_share=MIN_SHARE)
     best = (telling or scan.best(1))[0]
     replay = qk_replay(model, units, best.pair, prompts[best.prompt])
-    return _pair_view(replay, tasks[best.prompt].name), _pair_section(screen, scan, replay, bool(telling))
+    pairs = _pair_section(screen, scan, replay, bool(telling))
+    # 2. and 3. The graph, and paths.
+    sections = [pairs, _graph(model, units, by_name[graph_of]), _paths(model, units, by_name[path_of])]
+    return [_pair_view(replay, tasks[best.prompt].name)], sections
+
+
+# ---------------------------------------------------------------------------------------------- query-key pairs
 
 
 def _pair_view(replay: QKReplay, task: str) -> AttentionView:
@@ -165,21 +163,17 @@ def _graph(model: Any, units: UnitSet, task: Task) -> ReportSection:
         f"this run's norms and attention patterns held; shown are the {EDGES_DRAWN} strongest. Orange and solid adds, blue and "
         "dashed takes away."
     )
+    names = {row["node"]: row["label"] or row["node"] for row in graph.nodes.to_dict("records")}
+    strongest = [f"{names[row['source']]} to {names[row['target']]}" for row in graph.edges.head(8).to_dict("records")]
     picture = Picture(
         graph.plot().svg,
         f"Units of {task.name.replace('_', ' ')} as a graph",
-        _edges_in_words(graph),
+        f"Strongest edges: {'; '.join(strongest)}.",
         "Input at the bottom.",
     )
     paths = attention_paths(model, units, graph, pairs=PAIRS_OF_A_SCORE)
     page = SectionGraph.of(graph, paths, replays(model, units, graph, progress=False))
     return ReportSection("Unit graph: who feeds whom?", (intro,), (picture,), (), "Unit graph", page)
-
-
-def _edges_in_words(graph: UnitGraph, n: int = 8) -> str:
-    names = {row["node"]: row["label"] or row["node"] for row in graph.nodes.to_dict("records")}
-    edges = [f"{names[row['source']]} to {names[row['target']]}" for row in graph.edges.head(n).to_dict("records")]
-    return f"Strongest edges: {'; '.join(edges)}."
 
 
 def _paths(model: Any, units: UnitSet, task: Task) -> ReportSection:

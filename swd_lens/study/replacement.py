@@ -9,7 +9,7 @@
 With out= every step leaves its folder there, and the same call after an interruption goes on where it stopped.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +18,14 @@ from typing import Any
 import pandas as pd
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import ResumeError, SparsityError, TokenError, legible, quoted
+from swd_lens.base.checks import one_of
+from swd_lens.base.errors import SparsityError, TokenError, legible, quoted
 from swd_lens.base.files import write_json, write_text
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.progress import Steps
-from swd_lens.base.record import Record, require_equal
-from swd_lens.base.sealed import read_sealed, readable, write_sealed
+from swd_lens.base.record import Record
 from swd_lens.base.settings import AUTO
+from swd_lens.base.step_cache import StepCache
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import writing
 from swd_lens.circuits.fidelity import Fidelity, fidelities
@@ -35,10 +36,10 @@ from swd_lens.factorization.factorize import factorize
 from swd_lens.factorization.matrices import basis_asked
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.recording import standing_hooks
-from swd_lens.hosts.sites import Pattern
+from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.study.generate import Samples, generate, prompt_rows
-from swd_lens.tasks.streams import TokenStream, as_stream
+from swd_lens.tasks.streams import as_stream
 from swd_lens.tasks.text import as_rows
 from swd_lens.train.finetune import finetune as finetune_factors
 from swd_lens.train.finetune.run import is_of_other_factors
@@ -48,7 +49,7 @@ from swd_lens.units.factors import FactorSet
 BUDGETS = ("uniform", *BY)
 DEFAULT = "default"
 # What stands in `out`.
-BUDGETS_FILE, FACTORS, FINETUNED = "budgets.json", "factors", "finetune"
+FACTORS, FINETUNED = "factors", "finetune"
 NUMBERS, SAMPLES = "replacement.json", "samples.txt"
 # Rows that allocation takes of a stream, in tokens: its Grams rank matrices, they do not make the final factors.
 _ALLOCATION_TOKENS = 65_536
@@ -184,11 +185,11 @@ def replace_model(
     """
     surface = find_sites(model, sites)
     names = [site.name for site in surface]
+    # 1. What is asked for; what would fail only after the factors are made is refused here.
     paper, given = preset == "paper", isinstance(sparsity, Mapping)
     if budgets is None:
         budgets = "uniform" if paper or given or tokens is None or len(names) == 1 else "kl"
-    if budgets not in BUDGETS:
-        raise ValueError(f"budgets={quoted(budgets)}: choose one of {', '.join(map(repr, BUDGETS))}")
+    one_of("budgets", budgets, BUDGETS)
     if given and budgets != "uniform":
         raise SparsityError(
             f"sparsity is a mapping already; budgets={quoted(budgets)} needs one number whose total is spent"
@@ -207,37 +208,17 @@ def replace_model(
     settings |= {"budgets": budgets, "calibration": calibration, "preset": preset, "finetune": finetune}
     settings |= {"options": _plain(options), "finetune_options": _plain(tuning), **standing_hooks(model)}
     folder = None if out is None else Path(out)
-    n_bytes = 0  # of a folder that holds some of it already the steps know better
-    if folder is not None and not (folder / FACTORS).exists() and isinstance(asked, float):
-        edges = max(0.0, 1.0 - asked) * sum(site.d_in * site.d_out for site in surface)
-        n_bytes = int(edges * (_BYTES_PER_EDGE if finetune is None else _BYTES_PER_TUNED_EDGE))
-
     steps = on_step if isinstance(on_step, Steps) else Steps(on_step, [], complete=False)
     kinds = ["allocate"] * (budgets != "uniform") + ["factorize"]
     steps.follow([*kinds, *["tune"] * (finetune is not None), "fidelity", *["continue"] * (len(prompts) > 0)])
+    n_bytes = _bytes_on_disk(folder, surface, asked, tuned=finetune is not None)
     with nullcontext() if folder is None else writing(folder, "replace_model", n_bytes):
+        # 2. Budgets and factors.
         allocation = None
         if budgets != "uniform":
-            rows = None if tokens is None else _first_rows(as_stream(tokens, model))
-            solver = {name: value for name, value in options.items() if name in ("units", "basis")}
-            question = {
-                "budgets": budgets,
-                "sparsity": asked,
-                "sites": names,
-                "solver": _plain(solver),
-                "tokens_sha256": None if rows is None else as_stream(rows, model).fingerprint(),
-                "host_sha256": host_fingerprint(model, model.cfg),
-                "batch_size": batch_size,
-            }
-            file = None if folder is None else folder / BUDGETS_FILE
-            if file is not None and file.is_file() and not overwrite:
-                allocation = _saved_allocation(file, question)
-            else:
-                steps(f"allocate the budget by {budgets}")
-                solver |= {"by": budgets, "batch_size": batch_size, "progress": progress}
-                allocation = allocate(model, sites, settings["sparsity"], rows, **solver)
-                if file is not None:
-                    write_sealed(file, {**allocation.as_dict(), "question": question})
+            how = {"by": budgets, "batch_size": batch_size, "progress": progress}
+            how |= {name: value for name, value in options.items() if name in ("units", "basis")}
+            allocation = _allocation(model, names, asked, tokens, how, folder, overwrite, steps)
         steps(f"factorize {len(names)} matrices")
         factors = factorize(
             model,
@@ -252,6 +233,7 @@ def replace_model(
             overwrite=overwrite,
             **options,
         )
+        # 3. Fine-tuning.
         finetuned = None
         if finetune is not None:
             tuned = None if folder is None else folder / FINETUNED
@@ -260,16 +242,16 @@ def replace_model(
             recipe: dict[str, Any] = {"preset": finetune, "progress": progress, **tuning}
             steps("tune the values on their supports")
             finetuned = finetune_factors(model, factors, text, out=tuned, overwrite=overwrite or stale, **recipe)
-        # Together: the dense host runs once for both.
+        # 4. Fidelity, together: the dense host runs once for both; and samples.
         steps("fidelity on held-out text")
         replaced = {"before": factors} | ({} if finetuned is None else {"after": finetuned})
         measured = fidelities(model, replaced, heldout, progress=progress)
-        before, after = measured["before"], measured.get("after")
         samples = None
         if len(prompts):
             labelled = {"SWD": factors} | ({} if finetuned is None else {"SWD-FT": finetuned})
             steps("continue the prompts")
             samples = generate(model, labelled, prompts, max_new_tokens=max_new_tokens, progress=progress)
+        before, after = measured["before"], measured.get("after")
         replacement = ModelReplacement(factors, finetuned, before, after, allocation, samples, settings)
         if folder is not None:
             write_json(folder / NUMBERS, replacement.as_dict())
@@ -278,25 +260,52 @@ def replace_model(
         return replacement
 
 
-def _saved_allocation(file: Path, question: Mapping[str, Any]) -> Allocation:
-    """The allocation in a file, if it answers this question. Raises ResumeError."""
-    values = read_sealed(file, "budgets", ResumeError)
-    with readable(file, "budgets", ResumeError):
-        then, allocation = dict(values["question"]), Allocation.from_dict(values)
-        require_equal("Allocation", "sites", sorted(allocation), sorted(then["sites"]))
-    if changed := [key for key in question if then.get(key) != question[key]]:
-        its_changed = ", ".join(key.removesuffix("_sha256") for key in changed)
-        raise ResumeError(
-            f"{file} holds budgets of another call: other {its_changed}. Call replace_model as then to go on, give "
-            "another folder, or overwrite=True to start again"
-        )
-    return allocation
+def _bytes_on_disk(folder: Path | None, surface: Sequence[Site], sparsity: Any, *, tuned: bool) -> int:
+    """Forecast what the folder will take; 0 where there is none, or it holds some already: then the steps know better."""
+    if folder is None or (folder / FACTORS).exists() or not isinstance(sparsity, float):
+        return 0
+    edges = max(0.0, 1.0 - sparsity) * sum(site.d_in * site.d_out for site in surface)
+    return int(edges * (_BYTES_PER_TUNED_EDGE if tuned else _BYTES_PER_EDGE))
+
+
+def _allocation(
+    model: Any,
+    sites: list[str],
+    sparsity: Any,
+    tokens: Any,
+    how: Mapping[str, Any],
+    folder: Path | None,
+    overwrite: bool,
+    steps: Steps,
+) -> Allocation:
+    """Share out the budget, now or earlier; text of its own length ranks the matrices, it does not make the final factors.
+
+    Args:
+        how: arguments of `allocate`.
+
+    Raises:
+        ResumeError: the folder holds the budgets of another call.
+    """
+    rows = None
+    if tokens is not None:
+        stream = as_stream(tokens, model)
+        n_rows = max(1, _ALLOCATION_TOKENS // stream.row_length)
+        rows = next(iter(stream.batches(min(n_rows, stream.n_rows))))
+    question = {name: value for name, value in how.items() if name != "progress"}
+    question |= {"sites": sites, "sparsity": sparsity, "the host": host_fingerprint(model, model.cfg)}
+    question |= {"tokens": None if rows is None else as_stream(rows, model).fingerprint()}
+
+    def allocated() -> dict[str, Any]:
+        steps(f"allocate the budget by {how['by']}")
+        return allocate(model, sites, sparsity, rows, **how).as_dict()
+
+    return StepCache(folder, question, overwrite=overwrite).values(("budgets",), allocated, Allocation.from_dict)
 
 
 def _check_later_steps(
     model: Any, heldout: Any, prompts: Any, finetune: str | None, finetune_options: Mapping[str, Any]
 ) -> None:
-    """What would fail only after the factors are made."""
+    """Refuse what would fail only after the factors are made."""
     if heldout is None:
         raise TokenError(
             "heldout=None: give token rows that nothing is fitted on; what is left of the model is measured there"
@@ -311,11 +320,6 @@ def _check_later_steps(
     if finetune is not None:
         recipe = {key: value for key, value in finetune_options.items() if key not in _BESIDE_RECIPE}
         resolve_finetuning(finetune_options.get("preset", finetune), recipe)
-
-
-def _first_rows(stream: TokenStream) -> Any:
-    n = max(1, _ALLOCATION_TOKENS // stream.row_length)
-    return next(iter(stream.batches(min(n, stream.n_rows))))
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:

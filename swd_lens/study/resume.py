@@ -1,4 +1,4 @@
-"""What a study was asked for: what decides its parts, and the memory that they will need.
+"""The identity of a study: what decides its parts, and the memory that they will need.
 
 1. `settings_of_parts`: what decides every part (hosts, texts, tasks and units by their hashes, settings by their values); a
    folder that holds parts of other ones is another study's.
@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from swd_lens.base import __version__
 from swd_lens.base.divergence import CHUNK_BYTES
 from swd_lens.base.errors import ResumeError
@@ -30,7 +28,7 @@ from swd_lens.hosts.sites import Site, side_of_units, split_name
 from swd_lens.study.controls import SOLVED, controls_of, sizes_of, solved_controls
 from swd_lens.study.run_file import NAME
 from swd_lens.tasks.streams import TokenStream, as_stream
-from swd_lens.tasks.task import Task, TaskSplit
+from swd_lens.tasks.task import Task
 from swd_lens.units import UnitSet
 from swd_lens.units.index import remove_set, writing_factors
 
@@ -38,7 +36,7 @@ from swd_lens.units.index import remove_set, writing_factors
 def settings_of_parts(
     model: Any, calibration_model: Any, text: TokenStream | None, heldout: Any, solver: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What decides every part of a study."""
+    """Name everything that decides every part of a study."""
     asked = {"swd_lens": __version__, "the host": host_fingerprint(model, model.cfg), **standing_hooks(model)}
     if calibration_model is not None:
         asked["the calibration host"] = host_fingerprint(calibration_model, calibration_model.cfg)
@@ -54,7 +52,7 @@ def growing_parts(
     units: Mapping[str, Mapping[str, Any]],
     names: Mapping[str, Iterable[Any]],
 ) -> dict[str, dict[str, Any]]:
-    """What may be added to a study.
+    """Name what may be added to a study, each entry with what decides it.
 
     Args:
         surfaces: label -> names of its sites.
@@ -70,21 +68,15 @@ def growing_parts(
 
 
 def task_fingerprint(task: Task) -> str:
-    """SHA-256 over the prompts, answers and distractors of all splits; of a metric of its own, over its name."""
+    """Take the SHA-256 over the prompts, answers and distractors of all splits; of a metric of its own, over its name."""
     digest = hashlib.sha256()
     for split in task.splits:
         digest.update(repr((split.name, split.prepend_bos, split.answer_ids, split.distractor_ids)).encode())
-        digest.update(repr([_ids(tokens) for tokens in (*split.tokens, *split.corrupt)]).encode())
-        digest.update(_name_of_metric(split).encode())
+        prompts = [None if tokens is None else tokens.tolist() for tokens in (*split.tokens, *split.corrupt)]
+        digest.update(repr(prompts).encode())
+        metric = "" if split.metric is None else getattr(split.metric, "__qualname__", type(split.metric).__qualname__)
+        digest.update(metric.encode())
     return digest.hexdigest()
-
-
-def _ids(tokens: Tensor | None) -> list[int] | None:
-    return None if tokens is None else tokens.tolist()
-
-
-def _name_of_metric(split: TaskSplit) -> str:
-    return "" if split.metric is None else getattr(split.metric, "__qualname__", type(split.metric).__qualname__)
 
 
 def _identity(model: Any, units: Any) -> str:
@@ -96,10 +88,10 @@ def _identity(model: Any, units: Any) -> str:
 
 
 def require_own(folder: Path) -> None:
-    """Do nothing unless the folder holds a run without its parts: nobody can go on with that, or knows how it was made.
+    """Refuse a folder that holds a run without its parts: nobody can go on with that, or knows how it was made.
 
     Raises:
-        ResumeError: it does.
+        ResumeError: it holds one.
     """
     if (folder / NAME).exists() and not (folder / FOLDER / CALL).exists():
         changed = f"{NAME} of a run without its parts"
@@ -140,7 +132,7 @@ def memory_of(
     heldout_length: int = 1024,
     **solver: Any,
 ) -> dict[str, int]:
-    """Part of a study -> bytes beyond the loaded model, what stays included; arguments as for `run_study`.
+    """Bound the memory of a study: part -> bytes beyond the loaded model, what stays included; arguments as for `run_study`.
 
     Args:
         n_beside: further replacements of each surface, as large as a dense one.
@@ -155,11 +147,15 @@ def memory_of(
     of_neurons = ("neurons" in exact) + ("pruned" in controls) * n_sizes
     of_short_side = n_sizes * (("svd_pruned" in controls) + ("paper" in controls))
     of_short_side += len(exact) - ("neurons" in exact)
-    kinds = {_solved: n_sizes + n_beside, _neurons: of_neurons, _short_side: of_short_side}
-    widths = [_solved, *(width for width, n in kinds.items() if n)]
+    widths_of: dict[Callable[[Any], int], int] = {
+        _solved: n_sizes + n_beside,
+        lambda row: row.d_out if side_of_units(split_name(row.site)[1]) == "output" else row.d_in: of_neurons,
+        lambda row: min(row.d_in, row.d_out): of_short_side,  # singular vectors, and the paper's SWD
+    }
+    widths = [_solved, *(width for width, n in widths_of.items() if n)]
     most_units = max(sum(max(width(row) for width in widths) for row in each.rows) for each in estimates.values())
     given = sum(4 * f.n_units * (f.d_in + f.d_out) for each in (factors or {}).values() for f in each.values())
-    stays = given + sum(n * _pairs(each, width) for width, n in kinds.items() for each in estimates.values())
+    stays = given + sum(n * _pairs(each, width) for width, n in widths_of.items() for each in estimates.values())
     largest = max(_pairs(each, width) for width in widths for each in estimates.values())
 
     solved = [*estimates.values()]
@@ -169,7 +165,7 @@ def memory_of(
         options = how.options if isinstance(how.size, Goal) else how.asked
         solved += [_estimate(model, surface, calibration_tokens, options) for surface in made]
     parts = {"factorize": max(each.peak_bytes for each in solved)} if sizes else {}
-    n_starts = sum(kinds.values()) + len(factors or {}) + 2
+    n_starts = sum(widths_of.values()) + len(factors or {}) + 2
     parts["fidelity"] = max(
         _fidelity(model, surface, most_units, n_starts, heldout_length) for surface in sites.values()
     )
@@ -196,7 +192,7 @@ def memory_of_replacement(
     row_length: int = 1024,
     **solver: Any,
 ) -> dict[str, int]:
-    """The same of `replace_model`.
+    """Bound the memory of `replace_model`: part -> bytes beyond the loaded model.
 
     Args:
         tuned_rows: of a step of fine-tuning; 0: there is none.
@@ -215,7 +211,7 @@ def memory_of_replacement(
 
 
 def _pairs(estimate: Any, width: Callable[[Any], int]) -> int:
-    """Read, write and W of every site, dense, with so many units."""
+    """Count the bytes of read, write and W of every site, dense, with so many units."""
     return 4 * sum(width(row) * (row.d_in + row.d_out) + row.d_in * row.d_out for row in estimate.rows)
 
 
@@ -224,24 +220,14 @@ def _solved(row: Any) -> int:
     return int(row.units)
 
 
-def _short_side(row: Any) -> int:
-    """Units of singular vectors, and of the paper's SWD."""
-    return min(row.d_in, row.d_out)
-
-
-def _neurons(row: Any) -> int:
-    """Units of `baselines.neurons` at an estimate's site."""
-    return int(row.d_out if side_of_units(split_name(row.site)[1]) == "output" else row.d_in)
-
-
 def _block(model: Any, tokens: int, length: int) -> int:
-    """What one block of the host needs for so many tokens, in rows of this length."""
+    """Count the bytes that one block of the host needs for so many tokens, in rows of this length."""
     cfg = model.cfg
     return 4 * tokens * (4 * cfg.n_heads * length + 12 * cfg.d_model + 4 * (getattr(cfg, "d_mlp", 0) or 0))
 
 
 def _fidelity(model: Any, sites: Sequence[Site], n_units: int, n_starts: int, length: int) -> int:
-    """A batch of held-out text, and what its divergences need."""
+    """Count the bytes of a batch of held-out text, and of what its divergences need."""
     tokens, outputs = max(_TEXT, length), sum(site.d_out for site in sites)
     kept = 4 * tokens * (3 * outputs + 2 * n_units + n_starts * model.cfg.d_model)
     return _block(model, tokens, length) + kept + _CHUNKS * CHUNK_BYTES

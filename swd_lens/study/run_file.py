@@ -2,11 +2,9 @@
 
 1. A `Replacement` is one surface replaced by one method. Sparse factors go to a folder of their own; of exact ones, which are
    dense and made in a moment, the file keeps a `FactorsRecord`: sizes, counts and provenance.
-2. The file names its format. Format 2 keeps everything the report shows; format 1 (until swd_lens had `Run.load`) named no
-   format and lacks what exact factors were, which curves are seeds of one method, and fidelities of controls: it is read with
-   those left out. A later format is refused.
+2. The file names its format, and keeps everything the report shows. A later format is refused.
 3. The file is sealed, and "files" has the hash of every folder's index, which has those of its tensors: what was changed since,
-   or belongs to another run, is refused (runs of earlier versions carry no hash and are read with a warning).
+   or belongs to another run, is refused.
 4. JSON knows no NaN: undefined and infinite numbers are null there, and NaN when read. Scores, means and prompts' margins are
    tensors and stay out; curves that were loaded price circuits, but cannot make them.
 """
@@ -20,40 +18,51 @@ from typing import Any
 
 import torch
 
+from swd_lens.base.checks import one_of
 from swd_lens.base.errors import FactorFileError, legible, quoted
 from swd_lens.base.files import plain, sha256
 from swd_lens.base.record import PlainRecord, checked
-from swd_lens.base.sealed import hashes_of, read_json, readable, require_hashes, unseal
+from swd_lens.base.sealed import hashes_of, read_json, require_hashes, unseal
 from swd_lens.circuits import Comparison, CostCurve
-from swd_lens.circuits.comparison import TOLERANCE, TaskComparison
+from swd_lens.circuits.comparison import ROLES, TaskComparison
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.hosts.sites import split_name
-from swd_lens.study.controls import EXACT
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.index import INDEX, open_folder
 
-FORMAT = 2
+FORMAT = 1
 NAME, WHAT = "run.json", "a run"
 # What folders of factors end in while a run is saved over another one. `folders_named` gives no name with this sign.
 STAGED = "~new"
-_PARTS = ("settings", "seconds", "fidelity", "circuits", "units")
+_PARTS = (
+    "format",
+    "settings",
+    "seconds",
+    "fidelity",
+    "comparisons",
+    "circuits",
+    "units",
+    "attention",
+    "extras",
+    "files",
+)
 _CURVE = {"units", "edges", "recovered", "sufficiency", "drop"}  # columns of a curve that every report draws
 
 
 @dataclass(frozen=True)
 class _Task(PlainRecord):
-    """What a run's settings say of a task."""
+    """The sizes of a task in a run's settings, where it comes from, and a prompt."""
 
-    train: int | None = None
-    validation: int | None = None  # runs of former versions had none
-    test: int | None = None
-    source: str = ""
-    example: str = ""
+    train: int
+    validation: int
+    test: int
+    source: str
+    example: str
 
 
 @dataclass(frozen=True)
 class _Site(PlainRecord):
-    """What is known of a site's exact factors."""
+    """The settings and provenance of a site's exact factors."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -68,14 +77,16 @@ _SETTINGS: Mapping[str, Any] = {
     "tasks": Mapping[str, _Task],
     "sparsities": list[float],
 }
-_ROW = {"surface": str, "method": str, "edges": int, "units": int, "sparsity": float, "seconds": float}
-_KINDS = ("pruned", "paper")  # of controls; true where it is there
-_COMPARISON = {"tasks": list[str], "groups": Mapping[str, list[str]], "reference": str, "tolerance": float}
+_ROW = {"surface": str, "method": str, "role": str, "edges": int, "units": int, "sparsity": float, "seconds": float}
+_COMPARISON = {
+    **{"tasks": list[str], "groups": Mapping[str, list[str]], "reference": str, "tolerance": float},
+    "roles": Mapping[str, str],
+}
 
 
 @dataclass(frozen=True)
 class FactorsRecord(Mapping[str, Mapping[str, Any]]):
-    """What is known of factors that were not saved: site -> {"d_in", "d_out", "units", "edges", "settings", "provenance"}.
+    """A record of factors that were not saved: site -> {"d_in", "d_out", "units", "edges", "settings", "provenance"}.
 
     Attributes:
         edges, n_units, sparsity: of all sites together, as a FactorSet has them.
@@ -108,9 +119,8 @@ class Replacement:
     Attributes:
         factors: of exact ones a loaded run has a record only, they are not saved.
         seconds: that the factors took.
-        exact: a control: every matrix written as a product without an error.
-        pruned: a control: neurons or singular vectors with as few edges as SWD has.
-        paper: a control: SWD by the paper's solver, beside that of the study.
+        role: "swd", "control", or "paper": SWD by the paper's solver, beside that of the study.
+        exact: every matrix is written as a product without an error; a control that is not has as few edges as SWD has.
     """
 
     surface: str
@@ -118,32 +128,31 @@ class Replacement:
     factors: FactorSet | FactorsRecord
     fidelity: Fidelity
     seconds: float
+    role: str = "swd"
     exact: bool = False
-    pruned: bool = False
-    paper: bool = False
 
     @property
     def control(self) -> bool:
-        """Whether it stands beside what the run is about."""
-        return self.exact or self.pruned or self.paper
+        """Say whether it stands beside what the run is about."""
+        return self.role != "swd"
 
     def as_dict(self, folder: str) -> dict[str, Any]:
         """Plain values; sparse factors are in `folder`."""
         f = self.factors
-        row = {"surface": self.surface, "method": self.method, "edges": f.edges, "units": f.n_units}
+        row = {"surface": self.surface, "method": self.method, "role": self.role, "edges": f.edges, "units": f.n_units}
         row |= {"sparsity": f.sparsity, "seconds": self.seconds, **self.fidelity.as_dict()}
         described = {"sites": dict(f.summary()), "provenance": dict(f.provenance)}
-        row |= {name: True for name in _KINDS if getattr(self, name)}
         return row | ({"factors": described} if self.exact else {"folder": folder})
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> "Replacement":
-        """The replacement in a row of "fidelity"; of sparse factors with a record until `with_factors` reads them.
+        """Read the replacement in a row of "fidelity"; of sparse factors with a record until `with_factors` reads them.
 
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
         row = checked("Replacement", row, _ROW)
+        one_of("role", row["role"], ROLES)
         measured, exact = Fidelity.from_dict(row), "factors" in row
         described = row["factors"] if exact else {"sites": {site: {} for site in measured.relmse}, "provenance": {}}
         described = checked(
@@ -153,18 +162,16 @@ class Replacement:
             split_name(site)
             _Site.from_dict(known)
         record = FactorsRecord(described["sites"], row["edges"], row["units"], row["sparsity"], described["provenance"])
-        kinds = checked("Replacement", row, dict.fromkeys(_KINDS, bool), optional=True)
-        kinds = {name: kinds.get(name, False) for name in _KINDS}
-        return cls(row["surface"], row["method"], record, measured, row["seconds"], exact, **kinds)
+        return cls(row["surface"], row["method"], record, measured, row["seconds"], row["role"], exact)
 
 
 def folders_of(replacements: Sequence[Replacement]) -> list[str]:
-    """Where the factors of each go."""
+    """Name the folders of their factors."""
     return folders_named([(r.surface, r.method) for r in replacements])
 
 
 def folders_named(labels: Sequence[tuple[str, str]]) -> list[str]:
-    """Folders for (surface, method); names that differ in signs that a folder cannot have, or in case, get numbers."""
+    """Name folders for (surface, method); names that differ in signs that a folder cannot have, or in case, get numbers."""
     names: list[str] = []
     taken: set[str] = set()
     for label in labels:
@@ -177,28 +184,33 @@ def folders_named(labels: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def indexes_of(folder: Path, places: Mapping[str, str]) -> dict[str, str]:
-    """Index of each folder of factors -> its SHA-256. places: the folder's name -> where its factors are for now."""
+    """Hash each folder of factors: index -> its SHA-256. places: the folder's name -> where its factors are for now."""
     hashes = hashes_of(folder, [f"{place}/{INDEX}" for place in places.values()])
     return {f"{name}/{INDEX}": hashes[f"{place}/{INDEX}"] for name, place in places.items()}
 
 
 def holds(folder: Path, factors: FactorSet) -> bool:
-    """Whether a folder has exactly these factors already."""
+    """Say whether a folder has exactly these factors already."""
     try:
         provenance, stored = open_folder(folder)
-        same = list(stored) == list(factors) and provenance == json.loads(json.dumps(plain(factors.provenance)))
-        return same and all(_same(Factors(**stored[site].parts()), f) for site, f in factors.items())
+        if list(stored) != list(factors) or provenance != json.loads(json.dumps(plain(factors.provenance))):
+            return False
+        for site, new in factors.items():
+            old = Factors(**stored[site].parts())
+            about = [json.dumps(plain([f.settings, f.provenance]), sort_keys=True) for f in (old, new)]
+            if (
+                about[0] != about[1]
+                or not torch.equal(old.read, new.read.cpu())
+                or not torch.equal(old.write, new.write.cpu())
+            ):
+                return False
+        return True
     except (FactorFileError, FileNotFoundError):
         return False
 
 
-def _same(a: Factors, b: Factors) -> bool:
-    about = [json.dumps(plain([f.settings, f.provenance]), sort_keys=True) for f in (a, b)]
-    return about[0] == about[1] and torch.equal(a.read, b.read.cpu()) and torch.equal(a.write, b.write.cpu())
-
-
 def with_factors(folder: Path, replacements: Sequence[Replacement], hashes: Mapping[str, str]) -> list[Replacement]:
-    """The replacements of a run.json with the sparse factors that lie beside it, memory-mapped.
+    """Complete the replacements of a run.json with the sparse factors that lie beside it, memory-mapped.
 
     Args:
         hashes: of indexes, as `indexes_of` gave them; a folder that is not among them is taken as it is.
@@ -239,7 +251,7 @@ def _factors(folder: Path, name: str, replacement: Replacement, hashes: Mapping[
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The values in a folder's run.json, as format 2 has them.
+    """Read the values of a folder's run.json.
 
     Raises:
         FileNotFoundError: there is none.
@@ -255,38 +267,17 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or not set(_PARTS) <= set(values):
         missing = ", ".join(part for part in _PARTS if not isinstance(values, dict) or part not in values)
         raise ValueError(f"{legible(path)} is not what Run.save writes: it lacks {legible(missing)}")
-    version = values.get("format", 1)
+    version = values["format"]
     if not isinstance(version, int) or version > FORMAT:
         raise ValueError(
             f"{legible(path)} has run format {quoted(version)} (swd_lens {values.get('swd_lens', 'of a later version')}), "
             f"this swd_lens reads up to {FORMAT}; update swd_lens"
         )
-    values = unseal(values, path, WHAT)
-    with readable(path, WHAT):
-        values = _from_format_1(values) if version == 1 else values
-    return {"files": {}, **values}
-
-
-def _from_format_1(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What format 1 says, as format 2 would: its first replacement of a surface is the reference."""
-    rows = [
-        {**row, "factors": {"sites": {site: {} for site in row["relmse"]}, "provenance": {}}}
-        if row["method"] == EXACT["svd"]
-        else row
-        for row in values["fidelity"]
-    ]
-    comparisons: dict[str, dict[str, Any]] = {}
-    for curve in values["circuits"]:
-        surface = curve["surface"]
-        measured = {row["method"]: row for row in rows if row["surface"] == surface}
-        described = {"tasks": {}, "groups": {}, "fidelities": measured, "tolerance": TOLERANCE}
-        comparisons.setdefault(surface, described | {"reference": next(iter(measured), "")})
-        comparisons[surface]["tasks"][curve["task"]] = None
-    return {**values, "fidelity": rows, "comparisons": comparisons, "attention": [], "extras": []}
+    return unseal(values, path, WHAT)
 
 
 def comparison_to_dict(comparison: Comparison) -> dict[str, Any]:
-    """All of a comparison but its curves, which stand in a list of their own; those of further interventions stand here."""
+    """Give all of a comparison but its curves, which stand in a list of their own; those of further interventions stand here."""
     others = [
         [{"method": name, **curve.as_dict()} for of_task in other.values() for name, curve in of_task.curves.items()]
         for other in comparison.others
@@ -303,7 +294,7 @@ def comparison_to_dict(comparison: Comparison) -> dict[str, Any]:
 
 
 def comparisons_of(values: Mapping[str, Any]) -> dict[str, Comparison]:
-    """Surface -> comparison, from the curves of all surfaces.
+    """Read surface -> comparison, from the curves of all surfaces.
 
     Raises:
         KeyError, TypeError, ValueError: the values are something else.
@@ -320,7 +311,7 @@ def comparisons_of(values: Mapping[str, Any]) -> dict[str, Comparison]:
             {name: Fidelity.from_dict(measured) for name, measured in own["fidelities"].items()},
             own["reference"],
             own["tolerance"],
-            checked("Comparison", described, {"roles": Mapping[str, str]}, optional=True).get("roles", {}),
+            own["roles"],
         )
         others = checked("Comparison", described, {"others": list[list[Mapping[str, Any]]]}, optional=True)
         others = [replace(first, tasks=_tasks(own["tasks"], rows)) for rows in others.get("others", ())]
@@ -329,7 +320,7 @@ def comparisons_of(values: Mapping[str, Any]) -> dict[str, Comparison]:
 
 
 def _tasks(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, TaskComparison]:
-    """Task -> its curves, from the rows of all tasks."""
+    """Read task -> its curves, from the rows of all tasks."""
     curves: dict[str, dict[str, CostCurve]] = {}
     for row in rows:
         curve = CostCurve.from_dict(row)
@@ -341,6 +332,6 @@ def _tasks(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def settings_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings as they are, once what tables and reports read of them is of the right kind. Raises ValueError."""
+    """Give a run's settings as they are; raise ValueError where what tables and reports read of them is of another kind."""
     checked("settings", values["settings"], _SETTINGS, optional=True)
     return values["settings"]

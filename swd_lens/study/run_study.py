@@ -20,7 +20,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from swd_lens.base import __version__
+from swd_lens.base.checks import bounded
 from swd_lens.base.errors import BudgetError, GoalError, TokenError, encodable, legible
 from swd_lens.base.files import plain
 from swd_lens.base.interrupted import says_when_interrupted
@@ -53,8 +54,6 @@ from swd_lens.solver.budget import edges
 from swd_lens.study.controls import (
     EXACT,
     OF_TEXT,
-    PAPER,
-    PRUNED,
     RANDOM_B,
     RANDOM_B_SEEDS,
     SOLVED,
@@ -105,7 +104,7 @@ def run_study(
     progress: bool = False,
     **solver: Any,
 ) -> Run:
-    """Walk the main road on a host.
+    """Factorize, measure, find circuits and look at units of a host.
 
     Args:
         surfaces: label -> pattern of sites, replaced together.
@@ -150,215 +149,117 @@ def run_study(
         BudgetError: "paper" was asked for, and its solver cannot do with so few edges.
         AttachError: `factors` of another model.
     """
-    given_sites = {label: surface_of(model, given) for label, given in factors.items()}
-    surfaces = {encodable(label): pattern for label, pattern in surfaces.items()}
-    for names in given_sites.values():
-        if all(names != [site.name for site in find_sites(model, pattern)] for pattern in surfaces.values()):
-            surfaces[_label(model, names)] = names
-    sizes = sizes_of(sparsities, kl, ce)
-    if not surfaces or not tasks or not (sizes or factors):
-        raise ValueError("a study needs at least one surface, one task and one sparsity (or finished factors)")
-    ours = swd_methods(sizes, solver)
-    own = [*ours, *solved_controls(tuple(SOLVED), sizes, solver), *EXACT.values(), RANDOM_B, *beside]
-    if twice := [label for label in factors if label in own]:
-        raise ValueError(
-            f"factors= has the names of other methods of the study: {legible(', '.join(map(repr, twice)))}; give them others"
-        )
-    if random_b_seeds < 1:
-        raise ValueError(f"random_b_seeds is {random_b_seeds}, but must be at least 1")
-    usual, controls = controls is None, controls_of(controls, sizes, solver)
-    if calibration_tokens is None and (kl is not None or ce is not None):
-        raise TokenError(
-            "a goal (kl= or ce=) needs tokens: factors are fitted on a part of the text and judged on another one"
-        )
-    if calibration_tokens is None and (of_text := [name for name in controls if name in OF_TEXT]):
-        raise ValueError(
-            f"controls {legible(', '.join(of_text))} go by what the matrices read on text, and this study has none: give "
-            "calibration_tokens="
-        )
     began = time.perf_counter()
-    for pattern in surfaces.values():
-        sites = find_sites(model, pattern)  # an unknown site should fail before minutes of work
+    # 1. What is asked for: what can be refused is refused before minutes of work.
+    sizes, usual = sizes_of(sparsities, kl, ce), controls is None
+    given = {label: surface_of(model, each) for label, each in factors.items()}
+    sites_of = _sites_of(model, surfaces, given)
+    if not sites_of or not tasks or not (sizes or factors):
+        raise ValueError("a study needs at least one surface, one task and one sparsity (or finished factors)")
+    bounded("random_b_seeds", random_b_seeds, 1)
+    controls = controls_of(controls, sizes, solver)
+    _require_names(factors, [*swd_methods(sizes, solver), *solved_controls(tuple(SOLVED), sizes, solver), *beside])
+    _require_text(calibration_tokens, sizes, controls)
+    for names in sites_of.values():
         for label, units in beside.items():
-            require_surface(model, label, units, sites)
-        names = [site.name for site in sites]
-        if not sizes and names not in given_sites.values():
+            require_surface(model, label, units, find_sites(model, names))
+        if not sizes and names not in given.values():
             raise ValueError(f"no factors were given for {', '.join(names)}, and no sparsity at which to make some")
-
-    sites_of = {surface: [site.name for site in find_sites(model, pattern)] for surface, pattern in surfaces.items()}
-    solved_methods: dict[str, dict[str, SolvedMethod]] = {}
-    left_out: list[str] = []
-    for surface, names in sites_of.items():
-        solved_methods[surface] = dict(ours)
-        for method, how in solved_controls(controls, sizes, solver).items():
-            small = how.without_edges(find_sites(model, names))
-            if small is None:
-                solved_methods[surface][method] = how
-            elif usual:
-                left_out.append(f"{method} of {surface}: {_shortage(small, how)}")
-            else:
-                shortage = _shortage(small, how)
-                raise BudgetError(
-                    f"{method} of {surface}: {shortage}; leave control 'paper' out, or give a smaller sparsity"
-                )
-    positions, ablation = several(positions, "positions"), several(ablation, "ablation")
-    solved_on = model if calibration_model is None else calibration_model
-    text, of_goal = None, {}
-    if sizes and calibration_tokens is not None:
-        text, kind = CalibrationText(calibration_tokens, solved_on), str(solver.get("calibration", "sequential"))
-        if any(isinstance(size, Goal) for size in sizes):
-            of_goal["tokens"], of_goal["heldout_tokens"] = divided(solved_on, text, None)
-        for names in sites_of.values():
-            for fitted in (text, *([of_goal["tokens"]] if of_goal else [])):
-                fitted.expect(shared_sites(stages_of(find_sites(solved_on, names), kind), kind))
-    labels = [(surface, method) for surface, methods in solved_methods.items() for method in methods]
-    folders = dict(zip(labels, folders_named(labels), strict=True))
-
     folder = None if out is None else Path(out)
-    if not isinstance(on_step, Steps):
-        on_step = Steps(on_step, study_steps(len(sites_of), len(ours), controls, saved=folder is not None))
+    study = _Study(
+        model,
+        model if calibration_model is None else calibration_model,
+        sites_of,
+        tasks,
+        heldout_tokens,
+        factors={
+            surface: {n: factors[n] for n, names in given.items() if names == sites_of[surface]} for surface in sites_of
+        },
+        beside=beside,
+        controls=controls,
+        usual=usual,
+        random_b_seeds=random_b_seeds,
+        interventions={"positions": several(positions, "positions"), "ablations": several(ablation, "ablation")},
+        folder=folder,
+        progress=progress,
+    )
+    study.choose_methods(sizes, solver)
+    study.read_text(calibration_tokens, sizes, str(solver.get("calibration", "sequential")))
+    steps = study_steps(len(sites_of), len(sizes), controls, saved=folder is not None)
+    study.on_step = on_step if isinstance(on_step, Steps) else Steps(on_step, steps)
+
     with nullcontext() if folder is None else writing(folder, "run_study"):
-        if folder is not None and overwrite:
-            start_again(folder, folders.values())
-        if folder is not None:
-            require_own(folder)
-            asked = settings_of_parts(model, calibration_model, text, heldout_tokens, solver)
-            seeds = [f"random_b {seed}" for seed in range(random_b_seeds)] if "random_b" in controls else []
-            named = {"sparsities": ours, "controls": [*(c for c in controls if c != "random_b"), *seeds]}
-            named |= {"positions": positions, "ablation": ablation}
-            units = {"factors": factors, "beside": beside}
-            parts = StepCache(folder, asked, growing_parts(model, sites_of, tasks, units, named))
-        else:
-            parts = StepCache(None)
+        study.open_folder(calibration_model, solver, {"factors": factors, "beside": beside}, overwrite)
+        for line in study.left_out:
+            study.on_step(f"without {line}")
+        # 2. and 3. Surface by surface: factors, then fidelity and circuits of all of them together.
         replacements: list[Replacement] = []
         comparisons: dict[str, Comparison] = {}
-        dense = DenseCache()
-        for line in left_out:
-            on_step(f"without {line}")
-        for surface, names in sites_of.items():
-            timed: dict[str, tuple[FactorSet, float]] = {}
-            for method, how in solved_methods[surface].items():
-                on_step(f"factorize {surface} as {method}")
-                start = time.perf_counter()
-                fitted_on = of_goal if isinstance(how.size, Goal) else {"tokens": text}
-                without = {} if text is not None else {"calibration": "zero-data"}
-                place = None if folder is None else folder / folders[surface, method]
-                asked_of_method: dict[str, Any] = {**how.asked, **fitted_on, **without}
-                try:
-                    solved = factorize(solved_on, names, out=place, progress=progress, **asked_of_method)
-                except (BudgetError, GoalError) as cause:
-                    # A usual control that cannot keep the goal is no reason to have no study.
-                    if not (usual and how.control and isinstance(how.size, Goal)):
-                        raise
-                    left_out.append(f"{method} of {surface}: {cause}")
-                    on_step(f"without {left_out[-1]}")
-                    continue
-                timed[method] = (
-                    solved,
-                    parts.values(
-                        (surface, "seconds", method),
-                        lambda start=start: {"seconds": time.perf_counter() - start},
-                        lambda values: checked("seconds", values, {"seconds": float})["seconds"],
-                    ),
-                )
-            of_label = (label for label, of_factors in given_sites.items() if of_factors == names)
-            timed |= {label: (factors[label], math.nan) for label in of_label}
-            for control, method in EXACT.items():
-                if control in controls:
-                    on_step(f"exact factors of {surface}: {method}")
-                    start = time.perf_counter()
-                    of_text = {"tokens": calibration_tokens if text is None else text} if control in OF_TEXT else {}
-                    timed[method] = baselines.exact.EXACT[control].make(model, names, **of_text), time.perf_counter() - start
-            methods: dict[str, Any] = {method: solved for method, (solved, _) in timed.items()}
-            if "random_b" in controls:
-                methods[RANDOM_B] = baselines.random_b_seeds(model, names, range(random_b_seeds))
-            sources, groups = sources_of({**methods, **beside})
-            on_step(f"measure {surface}: fidelity, circuits of {', '.join(task.name for task in tasks)}")
-            comparisons[surface] = comparison_of(
-                Protocol(
-                    model,
-                    tasks,
-                    heldout_tokens,
-                    positions=positions,
-                    ablations=ablation,
-                    progress=progress,
-                    parts=parts,
-                    key=(surface,),
-                    on_step=on_step,
-                    dense=dense,
-                ),
-                sources,
-                groups,
-                reference=next(iter(methods)),
-                roles=_roles(methods, solved_methods[surface], beside),
-            )
-            measured, solved_by = comparisons[surface].fidelities, solved_methods[surface]
-            by_control = {method: solved_by[method].control if method in solved_by else None for method in timed}
-            replacements += [
-                Replacement(
-                    surface,
-                    method,
-                    solved,
-                    measured[method],
-                    seconds,
-                    exact=method in EXACT.values(),
-                    pruned=by_control[method] in PRUNED,
-                    paper=by_control[method] in PAPER,
-                )
-                for method, (solved, seconds) in timed.items()
-            ]
-        settings = _settings(model, surfaces, tasks, sparsities, text, heldout_tokens)
-        settings |= {name: value for name, value in (("kl", kl), ("ce", ce)) if value is not None}
-        settings["calibration dtype"] = str(next(solved_on.parameters()).dtype).removeprefix("torch.")
+        for surface in sites_of:
+            made = {**study.solve(surface), **study.exact(surface, calibration_tokens)}
+            comparisons[surface] = study.compare(surface, {method: f for method, (f, _) in made.items()})
+            for method, (of_method, seconds) in made.items():
+                measured, role = comparisons[surface].fidelities[method], comparisons[surface].roles[method]
+                exact = method in study.exact_methods
+                replacements.append(Replacement(surface, method, of_method, measured, seconds, role, exact))
+        settings = _settings(study, sparsities, {"kl": kl, "ce": ce}, list(factors))
         settings |= _settings_used(replacements[0], comparisons, solver if sizes else None)
-        settings |= {"controls": list(controls), "beside": list(beside)}
-        settings |= {"controls left out": left_out} if left_out else {}
-        settings |= {"factors": list(factors)} if factors else {}
-        settings |= standing_hooks(model)
         # As run.json gives it back: lists for tuples, text for names.
         run = Run(json.loads(json.dumps(plain(settings), default=str)), replacements, comparisons, [], 0.0)
-        sparsest = {surface: run.sparsest(surface) for surface in surfaces}
-        shown: dict[str, Any] = {surface: (r.method, r.factors) for surface, r in sparsest.items()}
-        about = [{surface: method for surface, (method, _) in shown.items()}, [task.name for task in tasks]]
-
-        def look() -> dict[str, Any]:
-            how = {"per_task": cards_per_task, "n_contexts": contexts_per_card, "progress": progress}
-            on_step("top units and their contexts")
-            cards = unit_cards(model, shown, comparisons, heldout_tokens, **how)
-            on_step("attention patterns of one prompt per task")
-            attention = attention_views(model, tasks, shown)
-            return {"units": [c.as_dict() for c in cards], "attention": [view.as_dict() for view in attention]}
-
-        def shown_again(values: Mapping[str, Any]) -> tuple[list[TaskUnit], list[AttentionView]]:
-            return [*map(TaskUnit.from_dict, values["units"])], [*map(AttentionView.from_dict, values["attention"])]
-
-        # Named by everything that it depends on: what is added to a study may change which units are shown.
-        key = ("shown", json.dumps([about, cards_per_task, contexts_per_card]))
-        cards, attention = parts.values(key, look, shown_again)
+        # 4. and 5. The units and patterns that a reader looks at.
+        cards, attention = study.look_at(run, cards_per_task, contexts_per_card)
         run = replace(run, cards=cards, attention=attention, seconds=time.perf_counter() - began)
         if folder is not None:
-            on_step(f"save the run in {folder}")
+            study.on_step(f"save the run in {folder}")
             run.save(folder)
         return run
 
 
-def _roles(methods: Mapping[str, Any], solved: Mapping[str, SolvedMethod], beside: Mapping[str, Any]) -> dict[str, str]:
-    """Method -> its role in a comparison."""
-    controls = {*EXACT.values(), RANDOM_B, *(name for name, how in solved.items() if how.control in PRUNED)}
-    paper = {name for name, how in solved.items() if how.control in PAPER}
-    roles = {name: "control" if name in controls else "paper" if name in paper else "swd" for name in methods}
-    return roles | dict.fromkeys(beside, "trained")
+# ---------------------------------------------------------------------------------------------- what is asked for
 
 
-def study_steps(n_surfaces: int, n_sparsities: int, controls: Sequence[str], *, saved: bool) -> list[str]:
-    """The first words of the steps that `run_study` says."""
-    n_solved, n_exact = (len(set(controls) & set(known)) for known in (SOLVED, EXACT))
-    of_surface = ["factorize"] * n_sparsities * (1 + n_solved) + ["exact"] * n_exact + ["measure"]
-    return [*of_surface * n_surfaces, "top", "attention", *["save"] * saved]
+def _sites_of(
+    model: Any, surfaces: Mapping[str, str | Sequence[str]], given: Mapping[str, list[str]]
+) -> dict[str, list[str]]:
+    """List label -> names of its sites, of the surfaces asked for and of those that only finished factors replace."""
+    sites_of = {
+        encodable(label): [site.name for site in find_sites(model, pattern)] for label, pattern in surfaces.items()
+    }
+    for names in given.values():
+        if names not in sites_of.values():
+            kinds = {split_name(name)[1] for name in names}
+            every = [site.name for site in host_of(model).sites() if site.kind in kinds]
+            label = ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]} and {len(names) - 2} more"
+            whole = len(names) > 1 and len(kinds) == 1 and sorted(names) == sorted(every)
+            sites_of[f"all {next(iter(kinds))}" if whole else label] = names
+    return sites_of
+
+
+def _require_names(factors: Mapping[str, FactorSet], others: Sequence[str]) -> None:
+    """Refuse finished factors that go by the name of another method."""
+    if twice := [label for label in factors if label in (*others, *EXACT.values(), RANDOM_B)]:
+        raise ValueError(
+            f"factors= has the names of other methods of the study: {legible(', '.join(map(repr, twice)))}; give them others"
+        )
+
+
+def _require_text(calibration_tokens: Any, sizes: Sequence[float | Goal], controls: Sequence[str]) -> None:
+    """Refuse a goal, and controls that go by text, where there is no calibration text."""
+    if calibration_tokens is not None:
+        return
+    if any(isinstance(size, Goal) for size in sizes):
+        raise TokenError(
+            "a goal (kl= or ce=) needs tokens: factors are fitted on a part of the text and judged on another one"
+        )
+    if of_text := [name for name in controls if name in OF_TEXT]:
+        raise ValueError(
+            f"controls {legible(', '.join(of_text))} go by what the matrices read on text, and this study has none: give "
+            "calibration_tokens="
+        )
 
 
 def require_surface(model: Any, label: str, units: Any, surface: Sequence[Site]) -> None:
-    """Raises ValueError unless these units replace the matrices of this surface."""
+    """Raise ValueError unless these units replace the matrices of this surface."""
     host = host_of(model)
     replaced = {matrix.name for site in UnitSet.of(host, units).sites for matrix in matrices_of(host, site)}
     if replaced != {site.name for site in surface}:
@@ -368,18 +269,8 @@ def require_surface(model: Any, label: str, units: Any, surface: Sequence[Site])
         )
 
 
-def _shortage(site: Site, how: SolvedMethod) -> str:
-    """What the paper's solver lacks at a matrix."""
-    assert not isinstance(how.size, Goal)
-    k = edges(site.d_in, site.d_out, how.size)
-    return (
-        f"{site.name} ({site.d_in}, {site.d_out}) keeps {k:,} edges at s={how.size:g}, and the paper's solver needs "
-        f"{edges_needed(site):,}"
-    )
-
-
 def surface_of(model: Any, factors: Any) -> list[str]:
-    """The sites that factors replace, in execution order. Raises AttachError where they are of another model."""
+    """List the sites that factors replace, in execution order; raise AttachError where they are of another model."""
     host = host_of(model)
     units = UnitSet.of(host, factors)
     for site in units.sites:
@@ -387,19 +278,216 @@ def surface_of(model: Any, factors: Any) -> list[str]:
     return [site.name for site in units.sites]
 
 
-def _label(model: Any, names: Sequence[str]) -> str:
-    """What a surface without a name of its own is called."""
-    kinds = {split_name(name)[1] for name in names}
-    every = [site.name for site in host_of(model).sites() if site.kind in kinds]
-    if len(names) > 1 and len(kinds) == 1 and sorted(names) == sorted(every):
-        return f"all {next(iter(kinds))}"
-    return ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]} and {len(names) - 2} more"
+def study_steps(n_surfaces: int, n_sparsities: int, controls: Sequence[str], *, saved: bool) -> list[str]:
+    """List the first words of the steps that `run_study` says."""
+    n_solved, n_exact = (len(set(controls) & set(known)) for known in (SOLVED, EXACT))
+    of_surface = ["factorize"] * n_sparsities * (1 + n_solved) + ["exact"] * n_exact + ["measure"]
+    return [*of_surface * n_surfaces, "top", "attention", *["save"] * saved]
+
+
+# ---------------------------------------------------------------------------------------------- the work
+
+
+@dataclass
+class _Study:
+    """What one call works on, and its steps.
+
+    Attributes:
+        solved_on: the host whose matrices are factorized.
+        surfaces: label -> names of its sites.
+        factors: surface -> label -> finished factors of it.
+        usual: whether the controls are the usual ones, which may be left out where they cannot be made.
+        interventions: positions and ablations, which are combined.
+        solved: surface -> the methods that the solver makes there, SWD first.
+        left_out: controls that cannot be made, each with the reason.
+        text: for calibration; None for zero-data. of_goal: its two parts, where factors are made for a goal.
+        places: (surface, method) -> the folder of its factors, inside `folder`.
+    """
+
+    model: Any
+    solved_on: Any
+    surfaces: Mapping[str, list[str]]
+    tasks: Sequence[Task]
+    heldout: Any
+    factors: Mapping[str, Mapping[str, FactorSet]]
+    beside: Mapping[str, Any]
+    controls: Sequence[str]
+    usual: bool
+    random_b_seeds: int
+    interventions: Mapping[str, tuple[str, ...]]
+    folder: Path | None
+    progress: bool
+    on_step: Callable[[str], None] = print
+    solved: dict[str, dict[str, SolvedMethod]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    text: CalibrationText | None = None
+    of_goal: dict[str, Any] = field(default_factory=dict)
+    places: dict[tuple[str, str], str] = field(default_factory=dict)
+    parts: StepCache = field(default_factory=lambda: StepCache(None))
+    dense: DenseCache = field(default_factory=DenseCache)
+
+    @property
+    def exact_methods(self) -> dict[str, str]:
+        """Method -> its control, of exact factorizations."""
+        return {EXACT[control]: control for control in EXACT if control in self.controls}
+
+    def choose_methods(self, sizes: Sequence[float | Goal], solver: Mapping[str, Any]) -> None:
+        """Say what the solver makes on each surface; a usual control that has too few edges there is left out.
+
+        Raises:
+            BudgetError: one that was asked for has too few.
+        """
+        for surface, names in self.surfaces.items():
+            self.solved[surface] = swd_methods(sizes, solver)
+            for method, how in solved_controls(self.controls, sizes, solver).items():
+                if (small := how.without_edges(find_sites(self.model, names))) is None:
+                    self.solved[surface][method] = how
+                    continue
+                assert not isinstance(how.size, Goal)
+                shortage = (
+                    f"{method} of {surface}: {small.name} ({small.d_in}, {small.d_out}) keeps "
+                    f"{edges(small.d_in, small.d_out, how.size):,} edges at s={how.size:g}, and the paper's solver needs "
+                    f"{edges_needed(small):,}"
+                )
+                if not self.usual:
+                    raise BudgetError(f"{shortage}; leave control 'paper' out, or give a smaller sparsity")
+                self.left_out.append(shortage)
+        labels = [(surface, method) for surface, methods in self.solved.items() for method in methods]
+        self.places = dict(zip(labels, folders_named(labels), strict=True))
+
+    def read_text(self, tokens: Any, sizes: Sequence[float | Goal], kind: str) -> None:
+        """Take the calibration text, and what all surfaces will collect of it in the same passes."""
+        if not sizes or tokens is None:
+            return
+        self.text = CalibrationText(tokens, self.solved_on)
+        if any(isinstance(size, Goal) for size in sizes):
+            self.of_goal["tokens"], self.of_goal["heldout_tokens"] = divided(self.solved_on, self.text, None)
+        for names in self.surfaces.values():
+            for fitted in (self.text, *([self.of_goal["tokens"]] if self.of_goal else [])):
+                fitted.expect(shared_sites(stages_of(find_sites(self.solved_on, names), kind), kind))
+
+    def open_folder(
+        self, calibration_model: Any, solver: Mapping[str, Any], units: Mapping[str, Any], overwrite: bool
+    ) -> None:
+        """Open the cache of finished parts in the folder, if there is one.
+
+        Raises:
+            ResumeError: the folder holds those of another study.
+        """
+        if self.folder is None:
+            return
+        if overwrite:
+            start_again(self.folder, self.places.values())
+        require_own(self.folder)
+        settings = settings_of_parts(self.model, calibration_model, self.text, self.heldout, solver)
+        seeds = [f"random_b {seed}" for seed in range(self.random_b_seeds)] if "random_b" in self.controls else []
+        ours = {
+            method: True for of_surface in self.solved.values() for method, how in of_surface.items() if not how.control
+        }
+        named = {"sparsities": ours, "controls": [*(c for c in self.controls if c != "random_b"), *seeds]}
+        named |= {"positions": self.interventions["positions"], "ablation": self.interventions["ablations"]}
+        self.parts = StepCache(
+            self.folder, settings, growing_parts(self.model, self.surfaces, self.tasks, units, named)
+        )
+
+    def solve(self, surface: str) -> dict[str, tuple[FactorSet, float]]:
+        """Make what the solver makes: method -> factors and the seconds that they took; behind them finished factors."""
+        made: dict[str, tuple[FactorSet, float]] = {}
+        for method, how in self.solved[surface].items():
+            self.on_step(f"factorize {surface} as {method}")
+            start = time.perf_counter()
+            asked: dict[str, Any] = {
+                **how.asked,
+                **(self.of_goal if isinstance(how.size, Goal) else {"tokens": self.text}),
+            }
+            asked |= {} if self.text is not None else {"calibration": "zero-data"}
+            place = None if self.folder is None else self.folder / self.places[surface, method]
+            try:
+                factors = factorize(self.solved_on, self.surfaces[surface], out=place, progress=self.progress, **asked)
+            except (BudgetError, GoalError) as cause:
+                # A usual control that cannot keep the goal is no reason to have no study.
+                if not (self.usual and how.control and isinstance(how.size, Goal)):
+                    raise
+                self.left_out.append(f"{method} of {surface}: {cause}")
+                self.on_step(f"without {self.left_out[-1]}")
+                continue
+            spent = {"seconds": time.perf_counter() - start}
+            made[method] = factors, self.parts.values((surface, "seconds", method), lambda s=spent: s, _seconds)
+        # Nobody knows how long finished ones took.
+        return made | {label: (factors, math.nan) for label, factors in self.factors[surface].items()}
+
+    def exact(self, surface: str, tokens: Any) -> dict[str, tuple[FactorSet, float]]:
+        """Make the exact controls: method -> factors and the seconds that they took."""
+        made = {}
+        for method, control in self.exact_methods.items():
+            self.on_step(f"exact factors of {surface}: {method}")
+            start = time.perf_counter()
+            of_text = {"tokens": tokens if self.text is None else self.text} if control in OF_TEXT else {}
+            made[method] = (
+                baselines.exact.EXACT[control].make(self.model, self.surfaces[surface], **of_text),
+                time.perf_counter() - start,
+            )
+        return made
+
+    def compare(self, surface: str, made: Mapping[str, FactorSet]) -> Comparison:
+        """Measure all methods of a surface: fidelity, scores, circuits."""
+        solved = self.solved[surface]
+        roles = {method: solved[method].role if method in solved else "swd" for method in made}
+        roles |= dict.fromkeys(self.exact_methods, "control")
+        methods: dict[str, Any] = dict(made)
+        if "random_b" in self.controls:
+            methods[RANDOM_B] = baselines.random_b_seeds(self.model, self.surfaces[surface], range(self.random_b_seeds))
+            roles[RANDOM_B] = "control"
+        sources, groups = sources_of({**methods, **self.beside})
+        self.on_step(f"measure {surface}: fidelity, circuits of {', '.join(task.name for task in self.tasks)}")
+        protocol = Protocol(
+            self.model,
+            self.tasks,
+            self.heldout,
+            positions=self.interventions["positions"],
+            ablations=self.interventions["ablations"],
+            progress=self.progress,
+            parts=self.parts,
+            key=(surface,),
+            on_step=self.on_step,
+            dense=self.dense,
+        )
+        roles |= dict.fromkeys(self.beside, "trained")
+        return comparison_of(protocol, sources, groups, reference=next(iter(methods)), roles=roles)
+
+    def look_at(self, run: Run, per_task: int, n_contexts: int) -> tuple[list[TaskUnit], list[AttentionView]]:
+        """Show the best units of each task, and attention patterns: of each surface's sparsest replacement."""
+        sparsest = {surface: run.sparsest(surface) for surface in self.surfaces}
+        shown: dict[str, Any] = {surface: (r.method, r.factors) for surface, r in sparsest.items()}
+
+        def look() -> dict[str, Any]:
+            self.on_step("top units and their contexts")
+            how: dict[str, Any] = {"per_task": per_task, "n_contexts": n_contexts, "progress": self.progress}
+            cards = unit_cards(self.model, shown, run.comparisons, self.heldout, **how)
+            self.on_step("attention patterns of one prompt per task")
+            attention = attention_views(self.model, self.tasks, shown)
+            return {"units": [card.as_dict() for card in cards], "attention": [view.as_dict() for view in attention]}
+
+        def read(values: Mapping[str, Any]) -> tuple[list[TaskUnit], list[AttentionView]]:
+            return [*map(TaskUnit.from_dict, values["units"])], [*map(AttentionView.from_dict, values["attention"])]
+
+        # Named by everything that it depends on: what is added to a study may change which units are shown.
+        about = [{surface: r.method for surface, r in sparsest.items()}, [task.name for task in self.tasks]]
+        return self.parts.values(("shown", json.dumps([about, per_task, n_contexts])), look, read)
+
+
+def _seconds(values: Mapping[str, Any]) -> float:
+    return checked("seconds", values, {"seconds": float})["seconds"]
+
+
+# ---------------------------------------------------------------------------------------------- settings of the run
 
 
 def _settings(
-    model: Any, surfaces: Any, tasks: Sequence[Task], sparsities: Any, calibration: Any, heldout: Any
+    study: _Study, sparsities: Sequence[float | int], goal: Mapping[str, float | None], factors: list[str]
 ) -> dict[str, Any]:
-    """What the run was asked for, and on what."""
+    """Say what the run was asked for, and on what it was made."""
+    model, controls = study.model, study.controls
     cfg, host = model.cfg, host_of(model)
     # One SHA-256 over the fingerprints of every factorizable matrix.
     weights = hashlib.sha256("".join(weight_fingerprint(host, site) for site in host.sites()).encode()).hexdigest()
@@ -413,11 +501,11 @@ def _settings(
         "host": type(model).__name__,
         "weights": weights,
         "shape": f"{cfg.n_layers} layers, d_model {cfg.d_model}, {cfg.n_heads} heads, d_mlp {cfg.d_mlp}",
-        "surfaces": {label: [site.name for site in find_sites(model, pattern)] for label, pattern in surfaces.items()},
+        "surfaces": dict(study.surfaces),
         "sparsities": [float(s) for s in sparsities],
-        "calibration tokens": 0 if calibration is None else as_stream(calibration, model).n_tokens,
-        "held-out tokens": as_stream(heldout, model).n_tokens,
-        **as_stream(heldout, model).about(model),
+        "calibration tokens": 0 if study.text is None else as_stream(study.text, model).n_tokens,
+        "held-out tokens": as_stream(study.heldout, model).n_tokens,
+        **as_stream(study.heldout, model).about(model),
         "tasks": {
             task.name: {
                 "train": len(task.train),
@@ -428,15 +516,23 @@ def _settings(
                 "prepend_bos": task.prepend_bos,
                 "example": task.test.examples[0].prompt,
             }
-            for task in tasks
+            for task in study.tasks
         },
+        **{name: value for name, value in goal.items() if value is not None},
+        "calibration dtype": str(next(study.solved_on.parameters()).dtype).removeprefix("torch."),
+        "controls": list(controls),
+        **({"random_b_seeds": study.random_b_seeds} if "random_b" in controls else {}),
+        "beside": list(study.beside),
+        **({"controls left out": study.left_out} if study.left_out else {}),
+        **({"factors": factors} if factors else {}),
+        **standing_hooks(model),
     }
 
 
 def _settings_used(
     first: Replacement, comparisons: Mapping[str, Comparison], solver: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What solver (None: none was run), attribution and interventions say they used: read off their results."""
+    """Read off the results what solver (None: none was run), attribution and interventions say they used."""
     comparison = next(iter(comparisons.values()))
     curve = next(iter(comparison.values())).curves[first.method]
     used: dict[str, Any] = {
@@ -453,8 +549,7 @@ def _settings_used(
     solved = checked("settings of factors", next(iter(first.factors.summary().values()))["settings"], {"preset": str})
     used["solver"] = {"preset": solved["preset"], **solver}
     # Every setting by its value: what is not said would change its meaning when a default does.
-    names = [field.name for field in fields(resolve(solved["preset"], {}))]
+    names = [each.name for each in fields(resolve(solved["preset"], {}))]
     used["solver spec"] = resolve(solved["preset"], {n: solver[n] for n in solver if n in names}).as_dict()
-    # Factors that were there already may be of a version which had fewer.
-    used["solver settings"] = {name: solved[name] for name in names if name in solved}
+    used["solver settings"] = {name: solved[name] for name in names}
     return used

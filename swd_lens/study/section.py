@@ -1,21 +1,19 @@
-"""What a report shows beside numbers, as plain data that run.json can keep: attention views, and sections of a study's own.
+"""Attention views and sections of a study's own: what a report shows beside numbers, as plain data that run.json can keep.
 
 1. An `AttentionView` is positions, names and values: patterns of heads, or whatever has the same shape (contributions of a QK
    pair, with signs).
 2. A `ReportSection` is a title, paragraphs, pictures and tables. All its text is plain; the report escapes it.
 3. A `SectionGraph` is a unit graph as data, and what its page shows beside it; the report makes the page of it, so that no script
    of a run.json is ever run.
-4. A picture is an SVG of our own figures with a title and a description for those who do not see it. The text of a run.json
-   may come from anywhere: what is more than a drawing (scripts, event handlers, anything loaded) is refused when a picture is
-   made, loaded ones too, and what remains is written anew, so that a browser sees what was checked.
+4. A picture is an SVG. The text of a run.json may come from anywhere: the report shows a picture as an <img>, in which a browser
+   runs no script and loads nothing.
 """
 
-import re
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
-from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 import torch
@@ -24,27 +22,13 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from swd_lens.analysis.graph import AttentionPaths, Replays, UnitGraph
-from swd_lens.base.errors import legible, quoted, visible_lines
+from swd_lens.base.errors import quoted
 from swd_lens.base.figures import STANDALONE, svg
 from swd_lens.base.files import plain
 from swd_lens.base.record import PlainRecord
 
 Cell = str | int | float | None
 DIGITS = 4  # of a view's values: finer than any screen shows
-
-_NAMESPACE = "{http://www.w3.org/2000/svg}"
-# What matplotlib and hand-made graphs draw with; links and scripts are not here.
-_DRAWING = (
-    "svg g defs title desc path rect circle ellipse line polyline polygon text tspan use clipPath marker pattern symbol image "
-    "linearGradient radialGradient stop"
-)
-_ELEMENTS = frozenset(_DRAWING.split())
-_LEFT_OUT, _WORDS = ("style", "metadata"), ("title", "desc")
-_LOADING = ("href", "src")
-# Pixels may lie in the file itself (imshow), and one part of a drawing may use another; nothing else is referred to.
-_OWN_PIXELS, _OWN_PART = "data:image/png;base64,", "#"
-# What style sheets load things with, but for one's own parts; they know no upper and lower case.
-_FETCHES = re.compile(r"url\(\s*[\"']?(?!#)|image-set\(|image\(|src\(|cross-fade\(|@import|\\", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -88,7 +72,7 @@ class AttentionView(PlainRecord):
     def of(
         cls, values: Float[Tensor, "head dest src"], tokens: Sequence[str], names: Sequence[str], **others: Any
     ) -> "AttentionView":
-        """A view of a tensor; raises ValueError as the class does."""
+        """Make a view of a tensor; raise ValueError as the class does."""
         rounded = tuple(tuple(tuple(round(v, DIGITS) for v in row) for row in head) for head in values.tolist())
         return cls(values=rounded, tokens=tuple(tokens), names=tuple(names), **others)
 
@@ -102,9 +86,12 @@ class Picture(PlainRecord):
     """One drawing.
 
     Attributes:
-        svg: an <svg> element with a viewBox from 0 0; kept as `drawing` cleans it.
+        svg: an <svg> element that could be a file of its own, as `swd_lens.base.figures.svg` writes it.
         title, description: what it shows, for those who do not see it.
         caption: printed below it.
+
+    Raises:
+        ValueError: another text.
     """
 
     svg: str
@@ -113,18 +100,25 @@ class Picture(PlainRecord):
     caption: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "svg", drawing(self.svg))
+        if not self.svg.startswith("<svg"):
+            raise ValueError(
+                f"a picture is one <svg> element, as swd_lens.base.figures.svg writes it; got {quoted(self.svg[:40])}"
+            )
 
     @classmethod
     def of(cls, figure: Figure, title: str, description: str = "", caption: str = "") -> "Picture":
-        """A matplotlib figure as a picture."""
+        """Draw a matplotlib figure as a picture."""
         return cls(svg(figure), title, description, caption)
 
     def as_file(self) -> str:
-        """The drawing as a file of its own: with SVG's namespace, its title, and both grounds."""
+        """Give the drawing with its title, as the text of a file."""
         head, _, rest = self.svg.partition(">")
-        named = head.replace("<svg", f'<svg xmlns="{_NAMESPACE[1:-1]}"', 1)
-        return f"{named}><title>{escape(self.title)}</title>{STANDALONE}{rest}"
+        return f"{head}><title>{escape(self.title)}</title>{rest}"
+
+    def address(self) -> str:
+        """Give the drawing as the address of an <img>, for the white ground of a page's panel."""
+        on_white = self.svg.replace(STANDALONE, "")
+        return f"data:image/svg+xml;base64,{base64.b64encode(on_white.encode()).decode('ascii')}"
 
 
 @dataclass(frozen=True)
@@ -198,64 +192,3 @@ class ReportSection(PlainRecord):
         if self.graph is None:
             del values["graph"]
         return values
-
-
-def drawing(text: str) -> str:
-    """The text of one <svg> element that only draws, without comments, style sheets and metadata.
-
-    Raises:
-        ValueError: no SVG; an element, attribute or reference that does more than draw.
-    """
-    # No entities: a few of them could unfold to gigabytes.
-    if not text.startswith("<svg") or "<!DOCTYPE" in text or "<!ENTITY" in text:
-        raise ValueError(
-            f"a picture is one <svg> element, as swd_lens.base.figures.svg writes it; got {quoted(text[:40])}"
-        )
-    try:
-        root = ElementTree.fromstring(text)
-    except ElementTree.ParseError as cause:
-        raise ValueError(f"this picture is no well-formed SVG: {legible(cause)}") from cause
-    try:
-        _clean(root)
-        cleaned = ElementTree.tostring(root, encoding="unicode")
-    except RecursionError:
-        raise ValueError("this picture's elements are nested too deeply for a drawing") from None
-    if not re.fullmatch(r"0 0( [0-9]+(\.[0-9]+)?){2}", root.get("viewBox", "")):
-        raise ValueError(f"a picture needs a viewBox from 0 0, got {quoted(root.get('viewBox'))}")
-    return cleaned
-
-
-def _clean(element: ElementTree.Element) -> None:
-    """Check an element and all below it; names lose their namespaces."""
-    name = element.tag.removeprefix(_NAMESPACE)
-    if name not in _ELEMENTS:
-        raise ValueError(f"a picture may not hold <{legible(name)}>; it may hold {', '.join(sorted(_ELEMENTS))}")
-    if name in _WORDS and len(element):
-        raise ValueError(f"<{legible(name)}> of a picture holds text only")
-    attributes = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
-    for key, value in attributes.items():
-        _check_attribute(name, key, value)
-    element.tag = name
-    element.attrib.clear()
-    element.attrib.update(attributes)
-    # Its text; attributes are shapes, where line ends and tabs only part numbers.
-    element.text, element.tail = (text and visible_lines(text) for text in (element.text, element.tail))
-    for child in list(element):
-        if child.tag.removeprefix(_NAMESPACE) in _LEFT_OUT:
-            element.remove(child)
-        else:
-            _clean(child)
-
-
-def _check_attribute(element: str, name: str, value: str) -> None:
-    # In a page the names are HTML's, where ONLOAD is onload.
-    lower = name.lower()
-    if lower.startswith("on"):
-        raise ValueError(f"a picture may not act: <{legible(element)}> has {legible(name)}")
-    loads_own = value.startswith(_OWN_PART) or (element == "image" and value.startswith(_OWN_PIXELS))
-    if lower in _LOADING and not loads_own:
-        raise ValueError(f"a picture may not load anything: <{legible(element)}> refers to {quoted(value[:60])}")
-    if not lower.startswith("aria-") and _FETCHES.search(value):
-        raise ValueError(
-            f"a picture may not load anything: {legible(name)}={quoted(value[:60])} of <{legible(element)}>"
-        )

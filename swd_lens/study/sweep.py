@@ -82,7 +82,7 @@ class Sweep(Record):
     settings: Mapping[str, Any]
 
     def matched(self, point: SweepPoint) -> bool:
-        """Whether |CE delta| is within the tolerance."""
+        """Say whether |CE delta| is within the tolerance."""
         return abs(point.fidelity.ce_delta) <= self.tolerance
 
     def table(self) -> pd.DataFrame:
@@ -177,21 +177,19 @@ class Sweep(Record):
     def parts(self) -> tuple[Any, ...]:
         if not self.points:
             return (self.table(),)
-        return (
-            self.plot(),
-            self._circuits(),
-            Folded("fidelity of every point", self.table().iloc[:, : self._n_measured()]),
+        measured = self.table().drop(
+            columns=[f"{task}: {cost}" for task in self.points[0].curves for cost in self._costs()]
         )
+        return self.plot(), self._circuits(), Folded("fidelity of every point", measured)
 
-    def _n_measured(self) -> int:
-        """Columns of `table` that are no circuits' costs."""
-        return self.table().shape[1] - 2 * len(self._targets()) * len(self.points[0].curves)
+    def _costs(self) -> list[str]:
+        return [f"{cost} at {target}" for target in self._targets() for cost in _COSTS]
 
     def _targets(self) -> list[Threshold]:
         return [Threshold("recovered", v) for v in self.recovered] + [Threshold("necessity", v) for v in self.necessity]
 
     def _circuits(self) -> pd.DataFrame:
-        """What circuits cost, one row per task and point: the card's table, in which no column is far to the right."""
+        """Price the circuits, one row per task and point: the card's table, in which no column is far to the right."""
         rows = [
             {"task": task, "s": point.sparsity, "calibration": point.calibration, "CE matched": self.matched(point)}
             | {f"{cost} at {target}": priced(curve, target, cost) for target in self._targets() for cost in _COSTS}
@@ -294,7 +292,7 @@ def sweep(
 
 
 def _listed(values: Any) -> list[Any]:
-    """One value or several (an array, too) as a list of Python's own numbers."""
+    """List one value or several (an array, too) as Python's own numbers."""
     values = values.tolist() if hasattr(values, "tolist") else values
     return list(values) if isinstance(values, Iterable) else [values]
 

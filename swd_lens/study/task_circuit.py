@@ -37,7 +37,7 @@ _LEAST = 2  # units of a site: a graph without any does not show the site
 
 @dataclass(frozen=True)
 class NeededSites:
-    """What a task needs of a host.
+    """The sites of a host that a task needs.
 
     Attributes:
         sites: to be factorized, in execution order.

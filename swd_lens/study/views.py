@@ -1,4 +1,4 @@
-"""What a run shows beside its numbers: its best units, and where the heads look before and after a replacement.
+"""The best units of a run, and where the heads look before and after a replacement: what it shows beside its numbers.
 
 `unit_cards`: a task's best units, each with what a reader wants to know of it.
 
@@ -107,7 +107,7 @@ class TaskUnit(UnitCard):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TaskUnit":
-        """What `as_dict` gave, back from JSON.
+        """Read what `as_dict` gave, back from JSON.
 
         Raises:
             KeyError, TypeError, ValueError: it is something else.
@@ -136,7 +136,7 @@ def unit_cards(
     n_contexts: int = 6,
     progress: bool = False,
 ) -> list[TaskUnit]:
-    """Cards in the order of tasks, then rank.
+    """Make cards in the order of tasks, then rank.
 
     Args:
         factors: surface -> (method, its factors): the replacement whose units are shown.
@@ -186,7 +186,7 @@ def unit_cards(
 def attention_views(
     model: Any, tasks: Sequence[Task], replacements: Mapping[str, tuple[str, FactorSet]]
 ) -> list[AttentionView]:
-    """Views in the order of tasks: the dense host, then each surface that changes patterns.
+    """Make views in the order of tasks: the dense host, then each surface that changes patterns.
 
     Args:
         tasks: one test prompt of each is shown.
@@ -282,7 +282,7 @@ def _views_of_task(
 
 
 def _pattern_kl(dense: Float[Tensor, "dest src"], replaced: Float[Tensor, "dest src"]) -> float:
-    """KL(dense || replaced) in nats, mean over destinations; 0 log 0 = 0."""
+    """Measure KL(dense || replaced) of attention patterns in nats, mean over destinations; 0 log 0 = 0."""
     tiny = torch.finfo(torch.float32).tiny
     log_p, log_q = (pattern.double().clamp_min(tiny).log() for pattern in (dense, replaced))
     return float(kl(log_p, log_q).mean().clamp_min(0.0))

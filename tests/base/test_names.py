@@ -4,7 +4,6 @@ import pytest
 
 from swd_lens.base.names import OURS, require_names
 from swd_lens.base.step_cache import CALL, FOLDER
-from swd_lens.cli import best as cli_best
 from swd_lens.factorization import checkpoint, goal
 from swd_lens.hosts import made
 from swd_lens.report import paper
@@ -30,8 +29,8 @@ def test_names_are_whole_and_differ_by_more_than_capitals():
 
 
 def test_the_list_has_what_every_room_looks_for():
-    names = {FOLDER, CALL, cli_best._QUESTION, checkpoint._SHARDS, goal._FILE, goal._TRIALS, made.SOURCE, best._FILE}
-    names |= {replacement.BUDGETS_FILE, replacement.FACTORS, replacement.FINETUNED, replacement.NUMBERS}
+    names = {FOLDER, CALL, checkpoint._SHARDS, goal._FILE, goal._TRIALS, made.SOURCE, best.FILE}
+    names |= {replacement.FACTORS, replacement.FINETUNED, replacement.NUMBERS}
     names |= {replacement.SAMPLES, run_file.NAME, result.RESULT, folder.RUN, folder.LOG, folder.CHECKPOINT}
     names |= {sparse_training.MODEL, units.INDEX, units._WEIGHTS, index.INDEX, paper.PAGE}
     assert names <= OURS

@@ -105,7 +105,7 @@ def costs(circuit: Run, of: str) -> str:
 def contest_table(run: Run, loaded: LoadedRun) -> Table:
     """SWD at each sparsity beside every control with as many edges, and beside the exact ones."""
     kinds = {row["method"]: row for row in run["fidelity"]}
-    own = [method for method, row in kinds.items() if not (row.get("pruned") or row.get("paper") or "factors" in row)]
+    own = [method for method, row in kinds.items() if row["role"] == "swd"]
     body = []
     for method in own:
         near = kinds[method]["sparsity"]

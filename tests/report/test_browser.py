@@ -24,11 +24,9 @@ from swd_lens.study import Run
 from swd_lens.study.section import Picture, ReportSection, SectionTable
 from tests.chromium import Browser
 from tests.report.conftest import HOSTILE, section_with_graph, with_attention, with_cards, with_screen
+from tests.report.gallery import CHROMIUM, run_chromium
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--enable-logging=stderr"]
-QUIET += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-QUIET += ["--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=60000"]
+_PATIENCE = "--virtual-time-budget=60000"
 DARK = ["--blink-settings=preferredColorScheme=0"]
 WIDTHS = (360, 1200)
 # What the README's first command writes; .ci/run runs it before the tests.
@@ -56,11 +54,6 @@ pytestmark = [
 ]
 
 
-def _run_chromium(folder: Path, options: list[str], page: Path) -> subprocess.CompletedProcess[str]:
-    command = [CHROMIUM or "", *QUIET, f"--user-data-dir={folder / 'profile'}", *options, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
-
-
 def _probed(page: str, folder: Path, options: list[str], widths: tuple[int, ...] = WIDTHS) -> dict[str, dict[str, Any]]:
     """Width -> what the probe found there."""
     inside = html.escape(page.replace("<head>", f"<head>{RECORDER}", 1))
@@ -69,7 +62,7 @@ def _probed(page: str, folder: Path, options: list[str], widths: tuple[int, ...]
     outer = folder / "outer.html"
     probe = (Path(__file__).parent / "probe.js").read_text(encoding="utf-8")
     outer.write_text(OUTER.format(frames=frames, probe=probe), encoding="utf-8")
-    done = _run_chromium(folder, [*options, "--dump-dom"], outer)
+    done = run_chromium(folder / "profile", [*options, _PATIENCE, "--dump-dom"], outer)
     # What the browser itself tells the console: refused scripts, blocked requests.
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line and "Uncaught" in line]
     found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, flags=re.DOTALL)
@@ -159,7 +152,7 @@ def test_on_paper_there_are_pictures_and_everything_is_unfolded(run: Run, small:
     page = tmp_path / "report.html"
     page.write_text(render_report(replace(small, attention=run.attention)), encoding="utf-8")
     pdf = tmp_path / "report.pdf"
-    _run_chromium(tmp_path, [f"--print-to-pdf={pdf}", "--no-pdf-header-footer"], page)
+    run_chromium(tmp_path / "profile", [_PATIENCE, f"--print-to-pdf={pdf}", "--no-pdf-header-footer"], page)
     assert pdf.read_bytes().startswith(b"%PDF") and pdf.stat().st_size > 50_000
     if shutil.which("pdftotext") is None:
         pytest.skip("needs pdftotext (apt-get install poppler-utils) to read the PDF")

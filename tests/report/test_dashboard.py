@@ -2,9 +2,6 @@
 
 import html
 import re
-import shutil
-import subprocess
-import threading
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,22 +11,13 @@ import pytest
 import torch
 
 from swd_lens.analysis.audit import Audit, UnitLabels, audit
-from swd_lens.base.errors import FolderInUseError
-from swd_lens.base.writer import writing, writing_file
 from swd_lens.report import dashboard as module
 from swd_lens.report.dashboard import dashboard
 from tests.analysis.audit_models import made_scores, sparse_factors
 from tests.report.conftest import HOSTILE, VOCABULARY
+from tests.report.gallery import CHROMIUM, run_chromium
 
 SITE = "blocks.1.mlp_out"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--enable-logging=stderr"]
-QUIET += [
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--allow-file-access-from-files",
-]
 
 
 @pytest.fixture(scope="module")
@@ -195,10 +183,7 @@ def test_in_a_browser_it_fits_and_loads_nothing(found: Audit, tmp_path: Path) ->
     frames = "".join(f'<iframe width="{w}" height="800" src="{p}"></iframe>' for p in pages for w in (360, 1200))
     probe = tmp_path / "probe.html"
     probe.write_text(PROBE.format(frames=frames), encoding="utf-8")
-    options = [*QUIET, f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom"]
-    done = subprocess.run(
-        [CHROMIUM or "", *options, probe.as_uri()], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run_chromium(tmp_path / "profile", ["--allow-file-access-from-files", "--dump-dom"], probe)
     shown = re.search(r"<pre>(.*?)</pre>", done.stdout)
     assert shown, done.stderr[-2000:]
     expected = [f'["{w}",0,0,0,0,true]' for _ in pages for w in (360, 1200)]
@@ -207,7 +192,7 @@ def test_in_a_browser_it_fits_and_loads_nothing(found: Audit, tmp_path: Path) ->
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
-def test_an_impossible_or_held_target_is_refused_before_any_profile(found: Audit, tmp_path: Path) -> None:
+def test_an_impossible_target_is_refused_before_any_profile(found: Audit, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder.html").mkdir()
     for path, refusal in ((tmp_path / "file", NotADirectoryError), (tmp_path / "folder.html", IsADirectoryError)):
@@ -215,17 +200,3 @@ def test_an_impossible_or_held_target_is_refused_before_any_profile(found: Audit
             dashboard(iter(lambda: 1 / 0, 0), path)  # type: ignore[arg-type]
     with pytest.raises(IsADirectoryError):
         found.export(tmp_path / "folder.html")
-    refused: list[str] = []
-
-    def second() -> None:
-        for write in (dashboard, Audit.export):
-            try:
-                write(found, tmp_path / "pages" if write is dashboard else tmp_path / "units.jsonl")
-            except FolderInUseError as refusal:
-                refused.append(str(refusal))
-
-    with writing(tmp_path / "pages", "dashboard"), writing_file(tmp_path / "units.jsonl", "Audit.export"):
-        thread = threading.Thread(target=second)
-        thread.start()
-        thread.join()
-    assert "is written by dashboard (process" in refused[0] and "is written by Audit.export (process" in refused[1]

@@ -75,13 +75,9 @@ def test_only_exact_factors_offer_nothing_to_load(run: Run) -> None:
 
 
 def test_finished_factors_and_seeds_are_repeated(run: Run, tmp_path: Path) -> None:
-    surface, comparison = next(iter(run.comparisons.items()))
-    seeds = replace(comparison, groups={"Random-B": tuple(f"Random-B/{seed}" for seed in range(10))})
     method = run.replacements[1].method
-    given = replace(
-        run, comparisons={surface: seeds}, settings={**run.settings, "factors": [method], "ablation": ["mean", "zero"]}
-    )
-    code = run_code(given)
+    asked = {"factors": [method], "ablation": ["mean", "zero"], "random_b_seeds": 10}
+    code = run_code(replace(run, settings={**run.settings, **asked}))
     compile(code, "run", "exec")
     assert "random_b_seeds=10," in code and "ablation=['mean', 'zero']," in code
     run.save(tmp_path)

@@ -195,8 +195,8 @@ def test_units_are_in_only_while_they_write(model, rough, monkeypatch):
 
 def test_refusals(model, rough):
     for named, complaint in (
-        ({"max_new_tokens": 0}, "max_new_tokens=0: give"),
-        ({"batch_size": 0}, "batch_size=0: give"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
         ({"temperature": -1}, "temperature=-1: give"),
         ({"temperature": float("nan")}, "temperature=nan: give"),
     ):

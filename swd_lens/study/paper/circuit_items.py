@@ -78,11 +78,13 @@ def _compared(
             for cost in _COSTS:
                 title = f"Least {cost} by what the circuit recovers and takes, {ablation} ablation{where}"
                 pictures.append(Picture.of(each.plot(cost), title, _cheapest(each, cost, how["recovered"])))
-        nulls = _nulls(materials, surface, methods, compared, [*swd, *(n for n in methods if "pruned" in n)])
+        pruned = materials.pruned(surface, settings["sparsities"])
+        nulls = _nulls(materials, surface, methods, compared, [*swd, *pruned])
         tables.append(table_of(f"Circuits beside random ones of the same edges, mean ablation{where}", nulls))
+        references = [of_task.curves[compared.methods[compared.reference][0]] for of_task in compared.values()]
         of_surface = [
             _dense(compared),
-            *_not_carried(compared),
+            *(curve.in_words() for curve in references if not curve.carries),
             compared.matching(),
             *(_cheapest(each, "edges", how["recovered"]) for each in compared.under_each().values()),
             _nulls_in_words(nulls),
@@ -107,7 +109,7 @@ def _compared(
 
 
 def _numbers(compared: Comparison, nulls: pd.DataFrame) -> dict[str, Any]:
-    """Everything that was measured of a surface's methods."""
+    """Collect everything that was measured of a surface's methods."""
     return {
         "fidelity": {name: measured.as_dict() for name, measured in compared.fidelities.items()},
         "nulls": nulls.to_dict("records"),
@@ -123,7 +125,7 @@ def _numbers(compared: Comparison, nulls: pd.DataFrame) -> dict[str, Any]:
 def _nulls(
     materials: Materials, surface: str, methods: Mapping[str, Any], compared: Comparison, tested: Sequence[str]
 ) -> pd.DataFrame:
-    """Per task and method: its cheapest circuit, random circuits of the same edges, and the rank p-values."""
+    """Tabulate, per task and method, its cheapest circuit, random circuits of the same edges, and the rank p-values."""
     rows = []
     for task, of_task in compared.items():
         for method in tested:
@@ -139,20 +141,12 @@ def _nulls(
                     }
                     row[f"p of {value}"] = p
                 rows.append(row)
-    columns = [
-        "task",
-        "method",
-        "edges",
-        "random circuits as good",
-        "recovered",
-        "random recovered",
-        "p of recovered",
-    ]
+    columns = ["task", "method", "edges", "random circuits as good", "recovered", "random recovered", "p of recovered"]
     return pd.DataFrame(rows, columns=[*columns, "drop", "random drop", "p of drop"])
 
 
 def _nulls_in_words(nulls: pd.DataFrame) -> str:
-    """In how many circuits no random one does as well."""
+    """Count the circuits beside which no random one does as well."""
     if nulls.empty:
         return "No circuit is left to set beside random ones: none reaches the threshold with a unit."
     best = int((nulls["random circuits as good"] == 0).sum())
@@ -166,8 +160,8 @@ def _nulls_in_words(nulls: pd.DataFrame) -> str:
 def costs_table(
     compared: Comparison, ablation: str, where: str = "", *, recovered: float | int, share_of_drop: float | int
 ) -> SectionTable:
-    """Per task and method: what is carried, and units and edges at the targets: recovered, sufficiency (the paper's), and a drop
-    in logits that is the same for all methods.
+    """Tabulate, per task and method, what is carried, and units and edges at the targets: recovered, sufficiency (the paper's),
+    and a drop in logits that is the same for all methods.
     """
     rows = []
     for task, of_task in compared.items():
@@ -204,14 +198,8 @@ def _mean(values: Sequence[float | int]) -> float:
     return sum(values) / len(values)
 
 
-def _not_carried(compared: Comparison) -> list[str]:
-    """A sentence for each task that the reference's surface does not carry."""
-    curves = [of_task.curves[compared.methods[compared.reference][0]] for of_task in compared.values()]
-    return [curve.in_words() for curve in curves if not curve.carries]
-
-
 def _dense(compared: Comparison) -> str:
-    """How well the dense model does the tasks."""
+    """Say how well the dense model does the tasks."""
     words = []
     for task, of_task in compared.items():
         curve = next(iter(of_task.curves.values()))
@@ -220,7 +208,7 @@ def _dense(compared: Comparison) -> str:
 
 
 def _cheapest(compared: Comparison, cost: str, recovered: float | int) -> str:
-    """Per task the method with the least cost, and what SWD by our default needs beside it."""
+    """Name, per task, the method with the least cost, and what SWD by our default needs beside it."""
     words, threshold = [], Threshold("recovered", recovered)
     for task, of_task in compared.items():
         least = {name: priced(curve, threshold, cost) for name, curve in of_task.curves.items()}

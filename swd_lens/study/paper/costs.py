@@ -1,4 +1,4 @@
-"""What an item will cost, before anything is loaded: operations, time, memory, disk, from shapes and settings alone.
+"""The cost of an item, before anything is loaded: operations, time, memory, disk, from shapes and settings alone.
 
 1. `works_of` lists an item's work: solving, training, fidelity, circuits. Operations are those of matrix products, from the
    host's shape (shapes.py); a backward takes twice a forward.
@@ -33,7 +33,7 @@ _LOGITS, _ROWS = 2**28, 8
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of work of an item: operations, the most working memory, and what it leaves on the disk."""
+    """One kind of work in an item: operations, the most working memory, and what it leaves on the disk."""
 
     what: str
     flops: float | int
@@ -43,7 +43,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost(PlainRecord):
-    """What an item takes: seconds are those of a machine of this speed; memory with the model, in bytes."""
+    """The cost of an item: seconds are those of a machine of this speed; memory with the model, in bytes."""
 
     item: str
     flops: float | int
@@ -74,7 +74,7 @@ def cost_of(settings: ItemSettings, shape: Shape | None = None, speed: float | i
 
 
 def works_of(settings: ItemSettings, shape: Shape) -> Iterator[Work]:
-    """What an item does."""
+    """List the work of an item."""
     s, trained = settings["sparsities"], settings.get("trained", [])
     tokens = settings["calibration_tokens"]
     match settings.item:
@@ -92,8 +92,8 @@ def works_of(settings: ItemSettings, shape: Shape) -> Iterator[Work]:
             for site in (settings["site"], *settings.get("further_sites", [])):
                 matrices = settings.get("matrices", site)
                 yield from _solving(settings, shape, matrices, s, tuple(SOLVERS), tokens)
-                yield from _circuits(settings, shape, site, matrices, methods, ablations)
-                yield from _random_circuits(settings, shape, site, matrices, len(s) * (len(SOLVERS) + 2))
+                n_random = len(s) * (len(SOLVERS) + 2) * settings["random_circuits"]
+                yield from _circuits(settings, shape, site, matrices, methods, ablations, n_random)
         case "zero-data":
             yield from _solving(settings, shape, settings["site"], 2 * settings["grid"], (settings["solver"],), tokens)
             yield from _training(settings, shape, settings["site"], trained)
@@ -182,7 +182,7 @@ def _training(settings: ItemSettings, shape: Shape, site: str, trained: Sequence
 
 
 def _checkpoints(spec: Mapping[str, Any], asked: Sequence[int] = ()) -> int:
-    """Those asked for and the last; of none asked for, steps 1, 2, 4, ... and the last."""
+    """Count the checkpoints asked for and the last; where none are asked for, steps 1, 2, 4, ... and the last."""
     if asked:
         return len({n for n in asked if n < spec["n_tokens"]}) + 1
     steps = max(1, spec["n_tokens"] // spec.get("tokens_per_step", 4096))
@@ -230,9 +230,16 @@ def _fidelity(settings: ItemSettings, shape: Shape, sites: str | Sequence[str], 
 
 
 def _circuits(
-    settings: ItemSettings, shape: Shape, surface: str, sites: str | Sequence[str], methods: int, ablations: int
+    settings: ItemSettings,
+    shape: Shape,
+    surface: str,
+    sites: str | Sequence[str],
+    methods: int,
+    ablations: int,
+    n_random: int = 0,
 ) -> Iterator[Work]:
-    """Fidelity of the methods; per task a pass with gradients over training prompts, and two runs per prefix of test prompts."""
+    """Measure fidelity of the methods; per task make a pass with gradients over training prompts, two runs per prefix of test
+    prompts, and two per random circuit."""
     named = shape.sites(sites)
     yield _fidelity(settings, shape, sites, methods)
     prefixes = len(prefix_grid(sum(min(sizes) for _, sizes in named)))
@@ -241,18 +248,10 @@ def _circuits(
             scores = 3 * shape.forward(train * _PROMPT, _PROMPT)
             runs = 2 * ablations * prefixes * _run(shape, named, test)
             yield Work("circuits", methods * (scores + runs) + shape.forward(test * _PROMPT, _PROMPT))
-
-
-def _random_circuits(
-    settings: ItemSettings, shape: Shape, surface: str, sites: str | Sequence[str], methods: int
-) -> Iterator[Work]:
-    """Each is kept, and ablated, once."""
-    named = shape.sites(sites)
-    for name, (_, test) in settings["tasks"].items():
-        if name in settings["judged"].get(surface, settings["tasks"]):
-            yield Work("random circuits", 2 * methods * settings["random_circuits"] * _run(shape, named, test))
+            if n_random:
+                yield Work("random circuits", 2 * n_random * _run(shape, named, test))
 
 
 def _run(shape: Shape, named: Sequence[tuple[int, tuple[int, int]]], prompts: int) -> float:
-    """An intervention at the scoring position alone: one token of each prompt, from the first replaced layer on."""
+    """Count the operations of an intervention: one token of each prompt, from the first replaced layer on."""
     return (1 - min(layer for layer, _ in named) / shape.layers) * shape.forward(prompts, _PROMPT)

@@ -4,7 +4,7 @@ Each makes its factors (or takes over those of other items), calls a study of sw
 out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -12,7 +12,7 @@ import pandas as pd
 from swd_lens.analysis.audit import audit
 from swd_lens.analysis.edit import compare_edits, select_edit_unit
 from swd_lens.analysis.interactions import UnitInteractions, unit_interactions, unit_overlap
-from swd_lens.analysis.qk import QKCase, QKScan, plot_attention_fidelity, qk_replay, qk_scan, qk_screen
+from swd_lens.analysis.qk import plot_attention_fidelity, qk_replay, qk_scan, qk_screen
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.sites import split_name
@@ -37,7 +37,10 @@ def semantic_audit(materials: Materials, settings: ItemSettings) -> ItemResult:
     layers = [layer for layer in settings["layers"] if layer < materials.model.cfg.n_layers]
     n_valid = sum(int(f.valid_units.sum()) for f in factors.values())
     of_layers = [name for name in factors if split_name(name)[0] in layers]
-    shown = _best_of_layers(scores.ranking(), of_layers, settings["per_layer"])
+    ranking = scores.ranking()
+    shown = [
+        unit for site in of_layers for unit in [each for each in ranking if each[0] == site][: settings["per_layer"]]
+    ]
     audited = audit(
         materials.model,
         factors,
@@ -72,11 +75,6 @@ def semantic_audit(materials: Materials, settings: ItemSettings) -> ItemResult:
     return result_of(settings, materials, findings, tables, [picture], {"ranks": ranks.to_dict("records")})
 
 
-def _best_of_layers(ranking: Sequence[tuple[str, int]], sites: Sequence[str], per_layer: int) -> list[tuple[str, int]]:
-    """The first `per_layer` units of each of these sites, in rank."""
-    return [unit for site in sites for unit in [each for each in ranking if each[0] == site][:per_layer]]
-
-
 # ---------------------------------------------------------------------------------------------- edit
 
 
@@ -84,7 +82,10 @@ def edit(materials: Materials, settings: ItemSettings) -> ItemResult:
     """One unit's read vector for a directional edit, beside a random unit, an oracle, and LoRA at several rates."""
     model = materials.model
     factors = materials.swd(settings["site"], settings["sparsity"], tokens=settings["edit_tokens"])
-    cases = [tuple(case) for case in settings["cases"]] or _cases_of_tasks(materials)
+    cases = [tuple(case) for case in settings["cases"]]
+    if not cases:  # the first test prompt of each task, then the second, ...
+        each_task = zip(*(task.test.examples[:4] for task in materials.tasks), strict=True)
+        cases = [(each.prompt, each.answers[0], each.distractors[0]) for same in each_task for each in same]
     materials.on_step(f"edit {settings['site']}: choose a unit, compare with its controls")
     selected = select_edit_unit(model, factors, cases)
     unit = selected.best["unit"]
@@ -126,14 +127,6 @@ def edit(materials: Materials, settings: ItemSettings) -> ItemResult:
     return result_of(settings, materials, findings, tables, pictures, {"edits": table.to_dict("records")})
 
 
-def _cases_of_tasks(materials: Materials, n: int = 4) -> list[tuple[str, str, str]]:
-    """(prompt, answer, foil) of test prompts: the first of each task, then the second, ..."""
-    of_tasks = [task.test.examples[:n] for task in materials.tasks]
-    return [
-        (each.prompt, each.answers[0], each.distractors[0]) for same in zip(*of_tasks, strict=True) for each in same
-    ]
-
-
 # ---------------------------------------------------------------------------------------------- query-key pairs
 
 
@@ -147,7 +140,8 @@ def query_key(materials: Materials, settings: ItemSettings) -> ItemResult:
     screen = qk_screen(model, factors, top=settings["top"])
     prompts = settings["prompts"] or [task.test.examples[0].prompt for task in materials.tasks]
     scan = qk_scan(model, factors, prompts, screen=screen, per_head=settings["per_head"], progress=materials.progress)
-    case = _clearest(scan)
+    # Its pattern changes most among well rebuilt heads; among all heads where none is.
+    case = (scan.best(1, max_dense_kl=_REBUILT) or scan.best(1))[0]
     replay = qk_replay(model, factors, case.pair, prompts[case.prompt])
     findings = [
         _reconstruction(measured.local_relmse),
@@ -175,11 +169,6 @@ def query_key(materials: Materials, settings: ItemSettings) -> ItemResult:
     return result_of(settings, materials, findings, tables, pictures, numbers)
 
 
-def _clearest(scan: QKScan) -> QKCase:
-    """The case whose pattern changes most among well rebuilt heads; of all heads where none is."""
-    return (scan.best(1, max_dense_kl=_REBUILT) or scan.best(1))[0]
-
-
 def _reconstruction(errors: Mapping[str, float]) -> str:
     """The largest error of each kind of matrix."""
     by_kind: dict[str, dict[int, float]] = {}
@@ -194,7 +183,7 @@ def _reconstruction(errors: Mapping[str, float]) -> str:
 
 
 def _errors(measured: Fidelity) -> pd.DataFrame:
-    """Each matrix's error on the dense model's inputs, and in the replaced model, where what lies before it drifts."""
+    """Tabulate each matrix's error on the dense model's inputs, and in the replaced model, where what lies before it drifts."""
     local, within = measured.local_relmse, measured.relmse
     return pd.DataFrame(
         {"site": list(within), "local": [local.get(site) for site in within], "in the model": list(within.values())}
@@ -218,7 +207,10 @@ def interactions(materials: Materials, settings: ItemSettings) -> ItemResult:
         shown=settings["shown"],
         progress=materials.progress,
     )
-    before = _up_to(materials, settings, site)
+    layer, kind = split_name(site)
+    # In every layer up to the site's, one after the other: those below stay installed.
+    up_to = [f"blocks.{below}.{kind}" for below in range(layer + 1)]
+    before = materials.swd(up_to, settings["sparsity"], units=settings["interaction_units"])
     materials.on_step(f"pairwise finite differences of the units of {site}")
     differences = unit_interactions(
         model,
@@ -265,7 +257,7 @@ def interactions(materials: Materials, settings: ItemSettings) -> ItemResult:
 def _gate_by_up(
     materials: Materials, settings: ItemSettings, before: FactorSet, site: str, text: Any
 ) -> UnitInteractions | None:
-    """Of a gated MLP, units of the gate with those of the up branch; None of one without a gate."""
+    """Measure units of a gated MLP's gate with those of the up branch; None where there is no gate."""
     layer, kind = split_name(site)
     if kind != "mlp_gate":
         return None
@@ -273,10 +265,3 @@ def _gate_by_up(
     factors = {**before, **materials.swd(up, settings["sparsity"], units=settings["interaction_units"])}
     how = {"top": settings["top"], "progress": materials.progress}
     return unit_interactions(materials.model, factors, [site, up], text, **how)
-
-
-def _up_to(materials: Materials, settings: ItemSettings, site: str) -> FactorSet:
-    """Factors of this kind of matrix in every layer up to the site's, one after the other: those below stay installed."""
-    layer, kind = split_name(site)
-    sites = [f"blocks.{below}.{kind}" for below in range(layer + 1)]
-    return materials.swd(sites, settings["sparsity"], units=settings["interaction_units"])

@@ -23,11 +23,11 @@ from swd_lens.tasks.task import Task
 
 
 class Materials(Replacements):
-    """What the items of a folder work on; arguments as for `Sources`."""
+    """The materials that the items of a folder work on; arguments as for `Sources`."""
 
     @cached_property
     def dense(self) -> DenseCache:
-        """What the dense host gives on prompts."""
+        """The dense host's values on prompts."""
         return DenseCache()
 
     def local_fidelity(self, surface: str, method: str, units: Any) -> Fidelity:

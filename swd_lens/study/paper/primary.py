@@ -162,7 +162,7 @@ def _majority(own: float, of_seeds: Sequence[float]) -> int:
 
 
 def _median(values: Sequence[float]) -> float:
-    """Also of infinite values; halfway between one of each sign, of logarithms, counts as alike."""
+    """Take the median, also of infinite values; halfway between one of each sign, of logarithms, counts as alike."""
     middle = statistics.median(values)
     return 0.0 if math.isnan(middle) else middle
 
@@ -175,7 +175,7 @@ def _known(cost: float) -> float | None:
 
 
 def tests(ratios: Sequence[Ratio]) -> list[Test]:
-    """A sign test of each control over its surfaces, with Holm's adjustment over the controls of a part, target and method."""
+    """Test each control by its signs over its surfaces, with Holm's adjustment over the controls of a part, target and method."""
     of_groups: dict[tuple[str, str, str], dict[str, list[Ratio]]] = {}
     for each in ratios:
         # Also where SWD does not carry the task, or has no circuit: to leave those out would be to leave out what it loses.
@@ -195,7 +195,9 @@ def _test(part: str, target: str, swd: str, control: str, cells: Sequence[Ratio]
     fewer, more = sum(won > 0 for won in wins.values()), sum(won < 0 for won in wins.values())
     p = float(binomtest(fewer, fewer + more).pvalue) if fewer + more else math.nan
     known = [each.log_ratio for each in cells if not math.isnan(each.log_ratio)]
-    return Test(part, target, swd, control, fewer, more, _exp(_median(known)) if known else math.nan, p)
+    log_median = _median(known) if known else math.nan
+    median = math.inf if log_median == math.inf else math.exp(log_median)
+    return Test(part, target, swd, control, fewer, more, median, p)
 
 
 def holm(of_controls: Sequence[Test]) -> list[Test]:
@@ -212,10 +214,11 @@ def holm(of_controls: Sequence[Test]) -> list[Test]:
 
 
 def table_of_ratios(ratios: Sequence[Ratio]) -> pd.DataFrame:
-    """One row per cell, target and method: its edges beside those of the control that is cheapest on validation prompts."""
-    shown = [each for each in ratios if each.cheapest or not _has_cheapest(each, ratios)]
-    rows = dict.fromkeys((each.task, each.surface, each.target, each.swd) for each in shown)
-    firsts = [next(each for each in shown if (each.task, each.surface, each.target, each.swd) == row) for row in rows]
+    """Tabulate, per cell, target and method, its edges beside those of the control that is cheapest on validation prompts."""
+    cells: dict[tuple[str, ...], list[Ratio]] = {}
+    for each in ratios:
+        cells.setdefault((each.task, each.surface, each.target, each.swd), []).append(each)
+    firsts = [next((each for each in cell if each.cheapest), cell[0]) for cell in cells.values()]
     return pd.DataFrame(
         {
             "task": each.task,
@@ -230,15 +233,6 @@ def table_of_ratios(ratios: Sequence[Ratio]) -> pd.DataFrame:
         }
         for each in firsts
     ).astype({"its edges": "Float64", "control's edges": "Float64", "ratio": "Float64"})
-
-
-def _has_cheapest(one: Ratio, ratios: Sequence[Ratio]) -> bool:
-    cell = (one.task, one.surface, one.target, one.swd)
-    return any(each.cheapest and (each.task, each.surface, each.target, each.swd) == cell for each in ratios)
-
-
-def _exp(log_ratio: float) -> float:
-    return math.exp(log_ratio) if log_ratio < math.inf else math.inf
 
 
 def _finite(log_ratio: float) -> float | None:
@@ -264,7 +258,7 @@ def table_of_tests(tests: Sequence[Test]) -> pd.DataFrame:
 
 
 def plot(ratios: Sequence[Ratio]):
-    """Times the edges of every control: a panel per target, a row per cell, the cheapest control filled; a matplotlib Figure."""
+    """Draw SWD's edges over every control's: a panel per target, a row per cell, the cheapest filled; a matplotlib Figure."""
     cells = list(dict.fromkeys((each.task, each.surface) for each in ratios))
     methods = list(dict.fromkeys(each.swd for each in ratios))
     targets = list(dict.fromkeys(each.target for each in ratios))
@@ -297,7 +291,7 @@ def plot(ratios: Sequence[Ratio]):
 
 
 def in_words(ratios: Sequence[Ratio], tested: Sequence[Test]) -> list[str]:
-    """Per part and target a sentence on the ratios to the cheapest control and on what is missing, and one on chance."""
+    """Say, per part and target, a sentence on the ratios to the cheapest control and on what is missing, and one on chance."""
     sentences = []
     for part, target in dict.fromkeys((each.part, each.target) for each in ratios):
         of_target = [each for each in ratios if (each.part, each.target) == (part, target)]
@@ -335,26 +329,22 @@ def _of_method(of_method: Sequence[Ratio], name: str) -> str:
 
 
 def _beyond_chance(tested: Sequence[Test]) -> str:
-    """A sentence with a space before it: which controls differ, that none does, or that there are too few surfaces to tell."""
+    """Say, after a space, which controls differ, that none does, or that there are too few surfaces to tell."""
     tested = [test for test in tested if test.p == test.p]
     if not tested:
         return ""
-    if differ := [_differing(test) for test in tested if test.p_holm < _ALPHA]:
+    differ = []
+    for test in (test for test in tested if test.p_holm < _ALPHA):
+        surfaces = f"{max(test.fewer, test.more)} of {test.fewer + test.more} surfaces (p = {test.p_holm:.2g})"
+        fewer = "fewer" if test.fewer > test.more else "more"
+        differ.append(f"{test.swd} needs {fewer} edges than {test.control} on {surfaces}")
+    if differ:
         return f" Over surfaces (sign test, Holm): {'; '.join(differ)}."
     n_controls = max(Counter(test.swd for test in tested).values())
-    n, needed = max(test.fewer + test.more for test in tested), _fewest_surfaces(n_controls)
+    n = max(test.fewer + test.more for test in tested)
+    # So many that one of these controls can be significant: where all surfaces agree, p is 2 ** (1 - n).
+    needed = next(n for n in itertools.count(1) if n_controls * 2.0 ** (1 - n) < _ALPHA)
     among = f"{n} {'surface' if n == 1 else 'surfaces'} and {n_controls} {'control' if n_controls == 1 else 'controls'}"
     if n < needed:
         return f" With {among} no difference can be told from chance: that takes {needed} surfaces (sign test, Holm)."
     return f" With {among} none differs beyond chance (sign test over surfaces, Holm)."
-
-
-def _fewest_surfaces(n_controls: int) -> int:
-    """So many that one of these controls can be significant: where all surfaces agree, p is 2 ** (1 - n)."""
-    return next(n for n in itertools.count(1) if n_controls * 2.0 ** (1 - n) < _ALPHA)
-
-
-def _differing(test: Test) -> str:
-    fewer = test.fewer > test.more
-    surfaces = f"{max(test.fewer, test.more)} of {test.fewer + test.more} surfaces (p = {test.p_holm:.2g})"
-    return f"{test.swd} needs {'fewer' if fewer else 'more'} edges than {test.control} on {surfaces}"

@@ -47,13 +47,23 @@ def tokens_needed(materials: Materials, settings: ItemSettings) -> ItemResult:
     )
     table = measured.table()
     table["CE delta se"] = [point.fidelity.ce_delta_se for point in measured.points]
-    reached = _tokens_to_reach(measured, f"SWD (paper) s={sparsities[0]:g}", settings)
+    reference = f"SWD (paper) s={sparsities[0]:g}"
+    reached = _tokens_to_reach(measured, reference, settings)
+    ratios = [
+        f"{row['method']} {'never' if math.isnan(times) else f'{times:.3g} times as many'}"
+        for row in reached.to_dict("records")
+        for times in [row["times the reference's"]]
+    ]
     last = table.groupby("method", sort=False).tail(1)
     words = [
         f"{row['method']} {row['CE delta']:+.4f} ± {row['CE delta se']:.4f} after {row['tokens']:,}"
         for row in last.to_dict("records")
     ]
-    findings = [f"CE deltas in nats after the most tokens: {'; '.join(words)}.", _ratios_of_tokens(reached)]
+    findings = [
+        f"CE deltas in nats after the most tokens: {'; '.join(words)}.",
+        f"Tokens to within the tolerance of {reached['reference'].iloc[0]} (CE delta {reached['its CE delta'].iloc[0]:+.4f}): "
+        f"{'; '.join(ratios)}.",
+    ]
     title = f"Quality of {site} replaced, against tokens used"
     tables = [table_of("Every point", table), table_of("Tokens to the quality of SWD", reached)]
     return result_of(
@@ -62,7 +72,7 @@ def tokens_needed(materials: Materials, settings: ItemSettings) -> ItemResult:
 
 
 def _tokens_to_reach(measured: DataEfficiency, reference: str, settings: ItemSettings) -> pd.DataFrame:
-    """Of every method: the fewest tokens to the reference's CE delta at the profile's calibration tokens."""
+    """Count, for every method, the fewest tokens to the reference's CE delta at the profile's calibration tokens."""
     asked = settings["calibration_tokens"]
     points = [point for point in measured.points if point.method == reference]
     at = min(points, key=lambda point: abs(point.tokens - asked))
@@ -82,20 +92,6 @@ def _tokens_to_reach(measured: DataEfficiency, reference: str, settings: ItemSet
     return pd.DataFrame(rows).astype({"tokens to it": "Int64", "tokens to within the tolerance": "Int64"})
 
 
-def _ratios_of_tokens(reached: pd.DataFrame) -> str:
-    first = reached.iloc[0]
-    words = [_times(row) for row in reached.to_dict("records")]
-    delta = f"{first['its CE delta']:+.4f}"
-    return f"Tokens to within the tolerance of {first['reference']} (CE delta {delta}): {'; '.join(words)}."
-
-
-def _times(row: dict[Any, Any]) -> str:
-    times = row["times the reference's"]
-    return (
-        f"{row['method']} never" if times is None or math.isnan(times) else f"{row['method']} {times:.3g} times as many"
-    )
-
-
 # ---------------------------------------------------------------------------------------------- zero-data
 
 
@@ -110,8 +106,7 @@ def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:
     }
     methods = materials.as_role("swd", made)
     cheap = {"Neurons": materials.exact(site)["Neurons"]}
-    pruned = materials.pruned(site, settings["sparsities"])
-    cheap |= {name: make for name, make in pruned.items() if name.startswith("Neurons")}
+    cheap |= materials.pruned(site, settings["sparsities"], ["pruned"])
     cheap |= materials.trained_methods(site, settings["trained"])
     compared = materials.compare(f"{site}, {label}", {**methods, **cheap})
     points = [
@@ -124,12 +119,16 @@ def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:
     )
     table = swept.table()
     shown: Any = table[[name for name in table if ":" not in str(name)]]
-    best = {s: _relative(points, s) for s in grid}
+    norms = {(point.sparsity, point.zero_data): point.relative_frobenius for point in points}
+    beside = "; ".join(f"s={s:g} {norms[s, True]:.3f} beside {norms[s, False]:.3f}" for s in grid)
+    fewest, threshold = [], Threshold("recovered", settings["recovered"])
+    for task in points[0].curves:
+        costs = [(priced(point.curves[task], threshold, "units"), point) for point in points if point.zero_data]
+        known = [(cost, point.sparsity) for cost, point in costs if cost is not None]
+        fewest.append(f"{task} never" if not known else "{}: {:,} at s={:g}".format(task, *min(known)))
     findings = [
-        "Relative Frobenius norm of the error, zero-data beside calibrated: "
-        + "; ".join(f"s={s:g} {without:.3f} beside {with_:.3f}" for s, (without, with_) in best.items())
-        + ".",
-        *_smallest_circuits(points, settings["recovered"]),
+        f"Relative Frobenius norm of the error, zero-data beside calibrated: {beside}.",
+        f"Fewest units of a zero-data circuit at {threshold}: {'; '.join(fewest)}.",
     ]
     tables = [
         table_of("Weights and behaviour", shown),
@@ -170,19 +169,3 @@ def _point(
         compared.fidelities[name],
         curves,
     )
-
-
-def _relative(points: list[SweepPoint], sparsity: float | int) -> tuple[float, float]:
-    """(zero-data, calibrated)."""
-    of_s = {point.zero_data: point.relative_frobenius for point in points if point.sparsity == sparsity}
-    return of_s[True], of_s[False]
-
-
-def _smallest_circuits(points: list[SweepPoint], recovered: float | int) -> list[str]:
-    """Per task the zero-data circuit of fewest units that reaches the threshold, over all sparsities."""
-    words, threshold = [], Threshold("recovered", recovered)
-    for task in points[0].curves:
-        costs = [(priced(point.curves[task], threshold, "units"), point) for point in points if point.zero_data]
-        known = [(cost, point.sparsity) for cost, point in costs if cost is not None]
-        words.append(f"{task} never" if not known else "{}: {:,} at s={:g}".format(task, *min(known)))
-    return [f"Fewest units of a zero-data circuit at {threshold}: {'; '.join(words)}."]

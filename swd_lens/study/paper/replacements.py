@@ -23,6 +23,7 @@ from swd_lens.base.record import checked
 from swd_lens.circuits.fidelity import fidelities
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites
+from swd_lens.study.controls import PRUNED, control_options
 from swd_lens.study.paper.sources import Sources
 from swd_lens.tasks.streams import as_stream
 from swd_lens.train import baselines
@@ -46,7 +47,7 @@ SOLVERS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Replacements(Sources):
-    """What the methods of the items are; arguments as for `Sources`.
+    """The methods of the items; arguments as for `Sources`.
 
     Attributes:
         roles: method -> its role in comparisons, of every method that was asked for.
@@ -126,14 +127,12 @@ class Replacements(Sources):
         }
         return self.as_role("control", made)
 
-    def pruned(self, sites: Any, sparsities: Sequence[float]) -> dict[str, Any]:
-        """Method -> what makes factors of those pruned to the same number of edges."""
-        presets = {
-            "Neurons pruned": {"preset": "pruned", "basis": "neurons"},
-            "SVD pruned": {"preset": "svd_pruned"},
-        }
+    def pruned(self, sites: Any, sparsities: Sequence[float], presets: Sequence[str] = tuple(PRUNED)) -> dict[str, Any]:
+        """Name what makes factors of pruned neurons and singular vectors, with as many edges as SWD's."""
         made = {
-            f"{label} s={s:g}": partial(self.swd, sites, s, **how) for s in sparsities for label, how in presets.items()
+            f"{PRUNED[preset]} s={s:g}": partial(self.swd, sites, s, **control_options(preset, {}))
+            for s in sparsities
+            for preset in presets
         }
         return self.as_role("control", made)
 
@@ -142,7 +141,7 @@ class Replacements(Sources):
         return self.as_role("trained", {spec["label"]: partial(self.trained, site, spec) for spec in specs})
 
     def trained(self, site: str, spec: Mapping[str, Any], keep: Sequence[int] | None = None) -> LearnedUnits:
-        """A baseline trained on the profile's text, now or earlier.
+        """Train a baseline on the profile's text, now or earlier.
 
         Args:
             spec: "label", "method" (a key of _TRAINERS), and settings of the method's recipe; of several `l1` the largest whose

@@ -26,7 +26,7 @@ RESULT = "result.json"
 
 @dataclass(frozen=True, repr=False)
 class ItemResult(SavedRecord):
-    """What an item found.
+    """The result of an item.
 
     Attributes:
         item, profile: which, and how large.
@@ -82,7 +82,7 @@ def result_of(
     pictures: Sequence[Picture],
     numbers: Mapping[str, Any],
 ) -> ItemResult:
-    """What an item found, with its settings and where it comes from; numbers as result.json gives them back."""
+    """Put together a result, with its settings and where it comes from; numbers as result.json gives them back."""
     return ItemResult(
         settings.item,
         settings.profile,
@@ -98,7 +98,7 @@ def result_of(
 
 
 def table_of(caption: str, frame: pd.DataFrame) -> SectionTable:
-    """A DataFrame as a table of a report: NA and NaN become None."""
+    """Make a DataFrame a table of a report: NA and NaN become None."""
     rows = tuple(tuple(_cell(value) for value in row) for row in frame.itertuples(index=False))
     return SectionTable(caption, tuple(map(str, frame.columns)), rows)
 

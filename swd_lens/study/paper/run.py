@@ -46,7 +46,7 @@ ALL = "all"
 
 @dataclass(frozen=True, repr=False)
 class Plan(Record):
-    """What items would do: their settings, and what they take, each alone."""
+    """The settings and costs of items, each alone, before they are run."""
 
     settings: tuple[ItemSettings, ...]
     costs: tuple[Cost, ...]
@@ -84,7 +84,7 @@ class Plan(Record):
 
 
 def items_named(item: str, profile: str) -> tuple[str, ...]:
-    """One item, or "all" that a profile has."""
+    """List one item, or "all" that a profile has."""
     return tuple(name for name in ITEMS if profile in profiles_of(name)) if item == ALL else (item,)
 
 
@@ -147,7 +147,8 @@ def run_items(
         first = next(iter(asked.values()))
         if model is None or isinstance(model, str):
             on_step(f"load {model or first['model']}")
-            model = _loaded(model or first["model"])
+            name = model or first["model"]
+            model = load_default_model() if name == "default" else load_host(name)
         materials = Materials(model, first, folder, text=text, on_step=on_step, progress=progress)
         results: dict[str, ItemResult] = {}
         for name, each in asked.items():
@@ -157,19 +158,15 @@ def run_items(
 
 
 def run_item(item: str, **how: Any) -> ItemResult:
-    """One item; arguments as for `run_items`."""
+    """Run one item; arguments as for `run_items`."""
     return run_items([item], **how)[item]
 
 
 def _changed(settings: ItemSettings, values: dict[str, Any], names: Sequence[str]) -> ItemSettings:
-    """With the values that the item has; each has to be some item's."""
+    """Set the values that the item has; each has to be some item's."""
     known = {name for item in names for name in settings_of(item, settings.profile)}
     own = {name: value for name, value in values.items() if name in settings or name not in known}
     return settings.changed(**own)
-
-
-def _loaded(name: str) -> Any:
-    return load_default_model() if name == "default" else load_host(name)
 
 
 def _run(materials: Materials, settings: ItemSettings, overwrite: bool) -> ItemResult:

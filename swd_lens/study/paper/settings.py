@@ -90,7 +90,7 @@ class ItemSettings(Mapping[str, Any]):
         return len(self.entries)
 
     def changed(self, **values: Any) -> "ItemSettings":
-        """The same with other values.
+        """Change some values.
 
         Raises:
             ValueError: a setting that the item does not have, or a value of another type.
@@ -101,7 +101,10 @@ class ItemSettings(Mapping[str, Any]):
                 raise ValueError(
                     f"{legible(self.item)} has no setting {quoted(name)}; {legible(nearest(name, entries))}"
                 )
-            if not _alike(value, entries[name].value):
+            now = entries[name].value
+            # True is no number here, and a whole number may stand for another one.
+            kinds = type(now) if isinstance(now, bool) or not isinstance(now, int | float) else (int, float)
+            if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(now, bool):
                 raise ValueError(
                     f"{legible(self.item)}: {legible(name)}={quoted(value)} is of another type than {quoted(self[name])}"
                 )
@@ -138,10 +141,16 @@ def settings_of(item: str, profile: str = "small") -> ItemSettings:
         raise ValueError(
             f"{legible(item)} has no profile {quoted(profile)}; it has {legible(', '.join(profiles_of(item)))}"
         )
+    # A Qwen profile is the paper's, but for what is said of that model.
     entries = {
-        name: _setting(name, values, profile)
-        for settings in (common["settings"], file["settings"])
-        for name, values in settings.items()
+        name: Setting(
+            name,
+            values.get(profile, values["paper"]),
+            values["paper"] if "from" in values else None,
+            values.get("from", ""),
+            values["about"],
+        )
+        for name, values in {**common["settings"], **file["settings"]}.items()
     }
     return ItemSettings(item, profile, file["title"], file["section"], file["question"], entries)
 
@@ -149,13 +158,6 @@ def settings_of(item: str, profile: str = "small") -> ItemSettings:
 def profiles_of(item: str) -> tuple[str, ...]:
     """The profiles that an item has."""
     return tuple(_read(item).get("profiles", ("paper", "small", "tiny")))
-
-
-def _setting(name: str, values: Mapping[str, Any], profile: str) -> Setting:
-    # A Qwen profile is the paper's, but for what is said of that model.
-    of_profile = values.get(profile, values["paper"])
-    is_papers = "from" in values
-    return Setting(name, of_profile, values["paper"] if is_papers else None, values.get("from", ""), values["about"])
 
 
 @cache
@@ -167,15 +169,8 @@ def _read(name: str) -> Mapping[str, Any]:
     return tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def _alike(value: Any, other: Any) -> bool:
-    numbers = (int, float)
-    if isinstance(other, bool) or isinstance(value, bool):
-        return isinstance(value, bool) and isinstance(other, bool)
-    return isinstance(value, type(other)) or (isinstance(value, numbers) and isinstance(other, numbers))
-
-
 def _in_words(value: Any) -> str:
-    """A value on one line."""
+    """Write a value on one line."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_in_words(each)}" for name, each in value.items())
     if isinstance(value, list):

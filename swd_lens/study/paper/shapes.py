@@ -28,7 +28,7 @@ class Shape(PlainRecord):
 
     @classmethod
     def of(cls, model: Any) -> "Shape":
-        """Of a loaded host."""
+        """Read the shape of a loaded host."""
         cfg = model.cfg
         key_heads = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
         gated = bool(getattr(cfg, "gated_mlp", False))
@@ -70,12 +70,12 @@ class Shape(PlainRecord):
 
     @property
     def block_weights(self) -> int:
-        """Of one block's matrices."""
+        """Count the weights of one block's matrices."""
         return sum(math.prod(self.matrix(kind)) for kind in self.kinds())
 
     @property
     def weights(self) -> int:
-        """Of blocks, embedding and unembedding."""
+        """Count the weights of blocks, embedding and unembedding."""
         return self.layers * self.block_weights + 2 * self.d_vocab * self.d_model
 
     def forward(self, tokens: float | int, context: int, layers: int | None = None) -> float:

@@ -99,7 +99,7 @@ class Sources:
         return load_text(self.source, self.model, n_tokens, **how)
 
     def calibration(self, n_tokens: int) -> CalibrationText:
-        """The same as text that remembers its Grams."""
+        """Give `fitted_on` as text that remembers its Grams."""
         if n_tokens not in self._calibration:
             self._calibration[n_tokens] = CalibrationText(self.fitted_on(n_tokens), self.model)
         return self._calibration[n_tokens]
@@ -111,7 +111,7 @@ class Sources:
         return [load_task(name, self.model, n_train=train, n_test=test) for name, (train, test) in of_profile]
 
     def task(self, name: str) -> Task:
-        """One of them."""
+        """Find one of the tasks."""
         return next(task for task in self.tasks if task.name == name)
 
     def judged(self, surface: str) -> list[Task]:
@@ -138,7 +138,7 @@ class Sources:
         return self.parts.values(("dense", "accuracy"), measured, lambda values: checked("accuracy", values, names))
 
     def left_out_in_words(self) -> list[str]:
-        """A sentence on tasks that are left out, or are no fair test; none where the dense host does all of them."""
+        """Say in sentences which tasks are left out, or are no fair test; none where the dense host does all of them."""
         least, sentences = self.settings["least_accuracy"], []
         weak = {name: right for name, right in self.accuracy.items() if right < max(least, WELL_DONE)}
         for what, names in (
@@ -180,7 +180,7 @@ class Sources:
 
     @cached_property
     def parts(self) -> StepCache:
-        """What the folder has finished."""
+        """The finished parts of the folder."""
         asked = {"swd_lens": __version__, "profile": self.settings.profile, **standing_hooks(self.model)}
         asked |= {"the host": self._host, "held-out tokens": self._heldout}
         asked |= {"text": str(self.source), "tasks": {task.name: task_fingerprint(task) for task in self.tasks}}

@@ -106,7 +106,7 @@ def _replaced(materials: Materials, settings: ItemSettings, folder: Path) -> Mod
 
 
 def tuning_steps(settings: ItemSettings) -> dict[str, int]:
-    """Of the fine-tuning: rows in a step, the steps where they are set, and how many lie between evaluations and checkpoints."""
+    """Set the rows in a step of fine-tuning, its steps where given, and how many lie between evaluations and checkpoints."""
     rows, steps = settings["finetune_batch"], settings["finetune_steps"]
     n_steps = steps or settings["finetune_tokens"] // (rows * settings["context"])
     between = max(1, n_steps // settings["finetune_evaluations"])
@@ -133,7 +133,7 @@ def _trained_sparse(materials: Materials, settings: ItemSettings, folder: Path) 
 
 
 def tuned_host(model: Any, tuned: FactorSet, circuit_sites: str) -> Any:
-    """A copy of the host with every matrix replaced: the candidates' by the product of their factors, the others' attached.
+    """Copy the host with every matrix replaced: the candidates' by the product of their factors, the others' attached.
 
     Raises:
         UnsupportedHostError: candidates that are neither mlp_out nor attn_o.

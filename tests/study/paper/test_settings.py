@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from swd_lens.study import paper
-from swd_lens.study.paper import shapes
 from swd_lens.study.paper.settings import profiles_of
 
 TEX = Path(__file__).resolve().parents[4] / "shared" / "paper" / "swd_paper.tex"
@@ -139,35 +138,11 @@ def test_a_setting_has_one_type_in_all_profiles(item, profile):
         assert settings.entries[name].about
 
 
-@pytest.mark.parametrize("item, profile", EVERY)
-def test_every_plan_has_a_cost(item, profile):
-    cost = paper.run.cost_of(paper.settings_of(item, profile), speed=1e11)
-    assert cost.seconds > 0 and cost.memory_bytes > 0
-    assert cost.seconds == pytest.approx(sum(cost.works.values()))
-
-
 def test_the_table_says_where_a_number_comes_from():
     table = paper.settings_of("single-matrix", "tiny").table().set_index("setting")
     assert table.loc["site", "value"] == "blocks.3.mlp_out"
     assert table.loc["site", "paper"] == "blocks.8.mlp_out"
     assert table.loc["heldout_tokens", "source"] == ""  # ours
-
-
-def test_shapes_of_gpt2_are_the_papers():
-    gpt2 = shapes.SHAPES["gpt2"]
-    assert gpt2.layers * gpt2.block_weights == 84_934_656  # method.md 0.1
-    assert gpt2.sites("mlp_out")[8] == (8, (3072, 768))
-    assert len(gpt2.sites("all")) == 48
-    assert len(shapes.SHAPES["smollm2"].sites("all")) == 210
-    # 2 operations per weight and token, and attention's two products over the context.
-    assert gpt2.forward(1, 1024, 12) == 2 * 84_934_656 + 12 * 4 * 1024 * 768
-
-
-def test_a_loaded_host_has_its_own_shape():
-    import swd_lens as swd
-
-    model = swd.load_default_model()
-    assert shapes.Shape.of(model) == shapes.SHAPES["default"]
 
 
 def test_what_is_refused():

@@ -7,6 +7,7 @@ import swd_lens as swd
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.study.paper.settings import settings_of
 from swd_lens.study.paper.whole_model import tuned_host, tuning_steps, units_of
+from tests.study.paper.conftest import table
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +49,9 @@ def test_a_short_tuning_is_checkpointed_on_the_way():
     }
     paper = {"batch_size": 8, "steps": 2_000, "eval_every": 200, "checkpoint_every": 100}
     assert tuning_steps(settings_of("full-model", "paper")) == paper
+
+
+@pytest.mark.filterwarnings("ignore:the mean margin of")
+@pytest.mark.slow
+def test_a_tuned_model_stands_beside_one_that_was_trained_sparse(every):
+    assert set(table(every[1]["full-model"], 0)["model"]) == {"dense", "SWD", "SWD-FT", "trained sparse"}

@@ -12,11 +12,11 @@ import swd_lens as swd
 import swd_lens.circuits.protocol
 import swd_lens.study.run_study
 from swd_lens.base.errors import BudgetError
-from swd_lens.base.sealed import read_tensors, write_sealed, write_tensors
+from swd_lens.base.sealed import read_tensors, write_tensors
 from swd_lens.base.step_cache import CALL, FOLDER, StepCache
 from swd_lens.solver import svd_prune
 from swd_lens.study import Run, run_study
-from swd_lens.study.resume import task_fingerprint
+from swd_lens.study.resume import memory_of, task_fingerprint
 from swd_lens.study.run_file import STAGED
 from tests.analysis.audit_models import lettered
 from tests.circuits.slow import able_split
@@ -156,7 +156,7 @@ def test_a_pruned_control_may_be_added_and_goes_on_where_it_was_interrupted(mode
     assert len(calls) == 2 + (len(swd.find_sites(model, MLP)))  # none of the first surface again
     monkeypatch.setattr(svd_prune, "factorize", prune)
     assert numbers(run) == numbers(study(model, **how))
-    assert [r.method for r in run.replacements if r.pruned] == ["SVD pruned s=0.5"] * 2
+    assert [r.method for r in run.replacements if r.role == "control" and not r.exact] == ["SVD pruned s=0.5"] * 2
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_usual_control_that_cannot_keep_a_goal_is_left_out(model, monkeypatch,
     monkeypatch.setattr("swd_lens.study.run_study.factorize", without_pruned)
     how = {"surfaces": {"one": SITE}, "sparsities": (), "kl": 0.5, "preset": "quick"}
     run = study(model, **how, controls=None)
-    assert [r.method for r in run.replacements if r.pruned] == []
+    assert [r.method for r in run.replacements if r.role == "control" and not r.exact] == []
     assert run.settings["controls left out"] == [f"Neurons pruned kl=0.5 of one: {failure}"]
     with pytest.raises(type(failure)):
         study(model, **how, controls=("pruned",))
@@ -319,18 +319,6 @@ def test_a_curve_of_other_values_under_a_right_hash_is_refused(model, whole, tmp
         study(model, folder)
 
 
-def test_factors_of_a_version_with_fewer_settings(model, whole, tmp_path):
-    folder = shutil.copytree(whole, tmp_path / "older")
-    made = next((folder / "factors").glob("one-*0.5")) / "factors.json"
-    index = json.loads(made.read_text())
-    for entry in index["sites"].values():
-        del entry["settings"]["rho_end"]
-    write_sealed(made, {key: index[key] for key in index if key != "sha256"})
-    (folder / "run.json").unlink()
-    run = study(model, folder)
-    assert "rho_end" not in run.settings["solver settings"] and "outer_iterations" in run.settings["solver settings"]
-
-
 def test_parts_of_other_keys_are_refused(tmp_path):
     parts = StepCache(tmp_path, {"host": "a"})
     parts.values(("one",), lambda: {"value": float("nan")}, dict)
@@ -373,3 +361,45 @@ def test_forwards_of_a_study(model):
     two, four = rows((0.5, 0.75)), rows((0.4, 0.5, 0.6, 0.75))
     # Of each: probe, check of its fidelity, and of its shortcuts by four prompts at most (test_compare.py).
     assert len(TEXT) + len(HELD) + len(TOY.train) + len(TOY.test) <= two and four - two <= 2 * (2 + 32)
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_study_is_bounded_by_its_estimate(default_model):
+    """Tensors of each part, as torch's profiler counts them."""
+    task = swd.load_task("ioi", default_model, n_train=64, n_test=64)
+    sites, heldout = {"last two": "blocks.[23].mlp_out"}, swd.text_tokens(4096, split="test")
+    needed = memory_of(default_model, sites, [task], sparsities=(0.5,), heldout_length=heldout.shape[1])
+    assert list(needed) == ["factorize", "fidelity", "attribution of ioi", "curves of ioi"]
+    factors = swd.factorize(
+        default_model, sites["last two"], sparsity=0.5, preset="quick", outer_iterations=4, progress=False
+    )
+    scores = swd.attribute(default_model, factors, task)
+    calls = {
+        "fidelity": lambda: swd.fidelity(default_model, factors, heldout),
+        "attribution of ioi": lambda: swd.attribute(default_model, factors, task),
+        "curves of ioi": lambda: swd.evaluate(default_model, factors, task, scores),
+    }
+    for part, call in calls.items():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            call()
+        held = most = 0
+        for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                most = max(most, held)
+        assert 0 < most <= needed[part], part
+    larger = memory_of(default_model, sites, [task], sparsities=(0.5, 0.6, 0.7), heldout_length=128)
+    assert all(larger[part] > needed[part] - needed["fidelity"] for part in needed)
+
+    def bytes_of(n_sparsities: int, *controls: str) -> int:
+        how = {"sparsities": (0.5, 0.6)[:n_sparsities], "controls": controls}
+        return memory_of(default_model, sites, [task], **how)["attribution of ioi"]
+
+    # Every solved control is one more set of factors per sparsity; units of "pruned" are inputs, as those of neurons.
+    d_in, d_out = 512, 128
+    pairs = {units: 2 * 4 * (units * (d_in + d_out) + d_in * d_out) for units in (d_in, d_out)}  # two layers
+    for n in (1, 2):
+        plain = bytes_of(n, "neurons", "svd")
+        assert bytes_of(n, "neurons", "svd", "svd_pruned") - plain == n * pairs[d_out]
+        assert bytes_of(n, "neurons", "svd", "paper") - plain == n * pairs[d_out]
+        assert bytes_of(n, "neurons", "svd", "pruned") - plain == n * pairs[d_in]

@@ -4,15 +4,9 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import swd_lens as swd
-from swd_lens import cli
-from tests.cli.test_cli import SMALL
-
-
-def run(*arguments):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+from tests.cli.commands import SMALL, run
 
 
 def test_replace_says_what_is_left_of_the_model(tmp_path, default_model):
@@ -79,3 +73,54 @@ def test_a_host_in_bfloat16(tmp_path, gpt2_folder):
     assert swd.FactorSet.load(tmp_path / "f")["blocks.0.mlp_out"].provenance["dtype"] == "bfloat16"
     refused = run("factorize", "--dtype", "bfloat16", "--out", tmp_path / "g", "--sites", "mlp_out")
     assert refused.exit_code == 1 and "the embedded one is small" in " ".join(refused.output.split())
+
+
+def test_factorize_saves_factors_that_load_and_attach(tmp_path, default_model):
+    result = run("factorize", "--out", tmp_path / "f", "--sites", "blocks.1.mlp_out", "-s", "0.6", "--json", *SMALL)
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    factors = swd.FactorSet.load(tmp_path / "f")
+    assert list(factors) == ["blocks.1.mlp_out"] == [row["site"] for row in printed["sites"]]
+    assert printed["sites"][0]["edges"] == factors.edges
+    again = swd.fidelity(default_model, factors, swd.text_tokens(1024, split="test"))
+    assert printed["fidelity"]["ce_delta"] == pytest.approx(again.ce_delta, abs=1e-9)
+
+
+def test_factorize_to_a_goal(tmp_path):
+    arguments = ["factorize", "--out", tmp_path / "f", "--sites", "blocks.1.attn_o", "--heldout-tokens", "1024"]
+    arguments += ["--tokens", "4096", "--kl", "0.002", "--preset", "pruned"]
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    factors = swd.FactorSet.load(tmp_path / "f")
+    assert 0.9 * 0.002 <= factors.provenance["goal"]["chosen"]["KL"] <= 0.002
+    assert "KL at most 0.002" in result.stderr and "Tried" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    refused = run(*arguments, "--sparsity", "0.5", "--overwrite")
+    assert refused.exit_code == 1 and "beside a goal" in " ".join(refused.stderr.split())
+
+
+def test_factorize_weighs_outputs(tmp_path):
+    arguments = ["factorize", "--out", tmp_path / "f", "--sites", "blocks.1.mlp_out", *SMALL]
+    result = run(*arguments, "--weigh-outputs")
+    assert result.exit_code == 0, result.output
+    factors = swd.FactorSet.load(tmp_path / "f")
+    assert factors.provenance["weigh_outputs"] is True
+    assert factors["blocks.1.mlp_out"].settings["output_gram"] is True
+    refused = run(*arguments)
+    assert refused.exit_code == 1 and "weigh_outputs True then, None now" in " ".join(refused.stderr.split())
+
+
+def test_factorize_takes_over_what_the_folder_holds_and_refuses_what_was_made_otherwise(tmp_path):
+    arguments = ["factorize", "--out", tmp_path / "f", "--sites", "blocks.1.mlp_out", *SMALL, "--tokens", "0"]
+    assert run(*arguments, "--preset", "quick", "--units", "2x").exit_code == 0
+    made = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in (tmp_path / "f").iterdir()}
+    f = swd.FactorSet.load(tmp_path / "f")["blocks.1.mlp_out"]
+    assert (f.n_units, f.settings["preset"], f.settings["outer_iterations"]) == (256, "quick", 4)
+
+    assert run(*arguments, "--preset", "quick", "--units", "2x").exit_code == 0
+    assert {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in (tmp_path / "f").iterdir()} == made
+
+    other = run(*arguments, "--preset", "quick", "--units", "96")
+    assert other.exit_code == 1 and "units" in other.output and "overwrite" in other.output
+    assert run(*arguments, "--preset", "quick", "--units", "96", "--overwrite").exit_code == 0
+    assert swd.FactorSet.load(tmp_path / "f")["blocks.1.mlp_out"].n_units == 96

@@ -3,18 +3,13 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from swd_lens import cli
 from swd_lens.study import paper
+from tests.cli.commands import run
 
 SET = ['tasks={"gendered_pronoun": [8, 6], "greater_than": [8, 6]}', "heldout_tokens=512", "edit_tokens=512"]
 SET += ["shifts=[-1, 1]", "other_tokens=32", "lora_rates=[0.08]"]
 EDIT = ["paper", "edit", "--profile", "tiny", *(word for setting in SET for word in ("--set", setting))]
-
-
-def run(*arguments):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
 
 def test_without_an_item_they_are_listed():

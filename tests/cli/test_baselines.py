@@ -13,13 +13,14 @@ from swd_lens import cli
 from swd_lens.cli.baselines import parsed_settings
 from swd_lens.train.baselines import LearnedUnits
 from swd_lens.train.engine import Engine
+from tests.cli.commands import run as run_command
 from tests.forks import run_forked
 
 SMALL = ["--tokens", "2048", "--heldout-tokens", "1024", "--n-tokens", "3072"]
 
 
 def run(*arguments):
-    return CliRunner().invoke(cli.app, ["train-baseline", *map(str, arguments)])
+    return run_command("train-baseline", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +58,13 @@ def test_finished_factors_are_fine_tuned_on_their_supports(tmp_path, default_mod
     given.save(tmp_path / "given")
     sizes = ["--tokens", "2048", "--heldout-tokens", "256", "--set", "steps=2", "--set", "batch_size=4"]
     arguments = ["finetune", "--factors", str(tmp_path / "given"), "--out", str(tmp_path / "tuned"), *sizes]
-    result = CliRunner().invoke(cli.app, [*arguments, "--json"])
+    result = run_command(*arguments, "--json")
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     before, tuned = given["blocks.1.mlp_out"], swd.FactorSet.load(printed["factors"])["blocks.1.mlp_out"]
     assert printed["tokens"] == 2 * 4 * 128 and not torch.equal(tuned.write, before.write)
     assert torch.equal(tuned.write != 0, before.write != 0) and torch.equal(tuned.read != 0, before.read != 0)
-    again = CliRunner().invoke(cli.app, arguments)  # finished: nothing is trained, the table is shown
+    again = run_command(*arguments)  # finished: nothing is trained, the table is shown
     assert again.exit_code == 0 and "Fine-tuned" in again.stdout and "swd.FactorSet.load reads it" in again.stdout
 
 
@@ -164,22 +165,6 @@ def test_a_local_checkpoint_trained_on_a_text_file(tmp_path, default_model):
     text.write_text("Too short.")
     short = run("transcoder", *asked[:-4], "--out", tmp_path / "x", *small, *taken)
     assert short.exit_code == 1 and "too few for one row of 63" in re.sub(r"\s+", " ", short.stderr)
-
-
-def test_an_interruption_says_that_the_same_command_goes_on(tmp_path, monkeypatch):
-    one = Engine.advance
-
-    def interrupted(training, rows):
-        if training.step == 2:
-            raise KeyboardInterrupt
-        one(training, rows)
-
-    arguments = ["transcoder", "--out", tmp_path / "b", "--site", "blocks.1.mlp_out", "--set", "width=16", *SMALL]
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "advance", interrupted)
-        stopped = run(*arguments, "--checkpoint-every", 1)
-    assert stopped.exit_code == 130 and "the same command again goes on" in re.sub(r"\s+", " ", stopped.stderr)
-    assert run(*arguments).exit_code == 0 and LearnedUnits.load(tmp_path / "b").tokens == 3072
 
 
 def test_a_trained_baseline_stands_beside_swd_in_circuits_and_report(tmp_path):

@@ -3,20 +3,16 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 import swd_lens as swd
 from swd_lens import cli
 from swd_lens.analysis.graph import UnitGraph
 from tests import families
+from tests.cli.commands import run
 
 SMALL = ["--tokens", "1024", "--heldout-tokens", "512", "--outer-iterations", "4", "--n-train", "24"]
 FEW = ["--best", "10", "--edges", "40", "--prompts", "3"]
 PRONOUN = ["graph", "--task", "gendered_pronoun", *SMALL, *FEW]
-
-
-def run(*arguments):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
 
 def interrupted(*_, **__):

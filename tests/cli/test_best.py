@@ -1,0 +1,51 @@
+"""circuit --best: it finds, saves and takes over, and names of tasks are folders."""
+
+import json
+
+import pytest
+
+from swd_lens.study.best import BestCircuit
+from tests.cli.commands import run
+
+
+def test_circuit_best_finds_saves_and_takes_over(tmp_path, monkeypatch):
+    arguments = ["circuit", "--best", "--task", "gendered_pronoun", "--sites", "blocks.2.attn_o", "--minutes", "1e-6"]
+    arguments += [
+        "--out",
+        tmp_path,
+        *["--tokens", "1024", "--heldout-tokens", "1024", "--n-train", "48", "--n-test", "40"],
+    ]
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    best = BestCircuit.load(tmp_path / "gendered_pronoun")
+    assert f"{best.n_edges:,} edges" in " ".join(result.stdout.split())
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+    def searched(*_, **__):
+        raise AssertionError("it was there")
+
+    monkeypatch.setattr("swd_lens.cli.best.best_circuit", searched)
+    again = run(*arguments)
+    assert again.exit_code == 0 and "taken over" in again.stderr and again.stdout == result.stdout
+    refused = run(*arguments, "--controls", "svd")
+    assert refused.exit_code == 1 and "leave out --controls" in " ".join(refused.stderr.split())
+    refused = run(*arguments, "--positions", "all", "--preset", "quick")
+    assert "leave out --positions, options of the solver" in " ".join(refused.stderr.split())
+    assert "needs tokens" in run(*arguments, "--tokens", "0").stderr
+    assert "leave out --ce" in " ".join(run(*arguments, "--ce", "0.01").stderr.split())
+
+
+@pytest.mark.parametrize("name", ["factors", "words"])
+def test_folders_of_tasks_take_no_place_of_ours_or_of_each_other(name, tmp_path):
+    """A task of a file has the file's name: two of one name took each other's folder."""
+    rows = [{"prompt": f"She {verb}", "answers": [" to"], "distractors": [" of"]} for verb in ("went", "ran", "came")]
+    tasks = []
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        tasks += ["--task", tmp_path / folder / f"{name}.jsonl"]
+    arguments = ["circuit", "--best", "--sites", "blocks.2.attn_o", "--minutes", "1e-6", "--out", tmp_path / "out"]
+    arguments += ["--tokens", "256", "--heldout-tokens", "256"]
+    refused = run(*arguments, *(tasks if name == "words" else tasks[:2]))
+    assert refused.exit_code == 1 and f"task '{name}'" in " ".join(refused.stderr.split()), refused.output
+    assert not (tmp_path / "out").exists()

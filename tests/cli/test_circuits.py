@@ -1,0 +1,331 @@
+"""circuit with finished and tuned factors, several interventions, hosts in half precision."""
+
+import json
+import re
+import shlex
+import sys
+
+import pytest
+
+import swd_lens as swd
+from swd_lens import cli
+from swd_lens.base.step_cache import FOLDER
+from tests.cli.commands import FEW, PROMPTS, SMALL, run
+
+TEXT = ["--heldout-tokens", "1024"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What `replace` leaves of two matrices: factors, and tuned ones."""
+    folder = tmp_path_factory.mktemp("made") / "whole"
+    made = run(
+        "replace", "--out", folder, "--sites", "blocks.[23].mlp_out", "-s", "0.6", *SMALL, "--budgets", "uniform"
+    )
+    assert made.exit_code == 0, made.output
+    return folder
+
+
+@pytest.mark.slow
+def test_finished_and_tuned_factors_are_compared_without_solving(tmp_path, whole, monkeypatch, default_model):
+    def solved(*_, **__):
+        raise AssertionError("something was factorized")
+
+    monkeypatch.setattr("swd_lens.study.run_study.factorize", solved)
+    given = ["--factors", whole, "--factors", whole / "factors"]
+    refused = run("circuit", *given[2:], *given[2:], "--task", "ioi", "--out", tmp_path / "x")
+    assert refused.exit_code == 1 and "rename one of them" in " ".join(refused.stderr.split())
+    modes = [
+        "--controls",
+        "svd",
+        "--ablation",
+        "mean",
+        "--ablation",
+        "zero",
+        "--positions",
+        "scoring",
+        "--positions",
+        "all",
+    ]
+    result = run("circuit", *given, "--task", "ioi", *TEXT, *PROMPTS, *modes, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    read = swd.Run.load(tmp_path / "run")
+    assert [r.method for r in read.replacements] == ["SWD s=0.6, tuned (whole)", "SWD s=0.6 (whole)", "SVD"]
+    assert read.settings["calibration tokens"] == 0 and read.settings["held-out tokens"] == 1024
+    (surface,) = read.comparisons
+    assert surface == "blocks.2.mlp_out, blocks.3.mlp_out" == ", ".join(read.settings["surfaces"][surface])
+    tuned = swd.FactorSet.load(whole / "finetune" / "factors")
+    assert (
+        read.replacements[0].fidelity.kl == swd.fidelity(default_model, tuned, swd.text_tokens(1024, split="test")).kl
+    )
+    table = read.circuit_table()
+    assert table[["positions", "ablation"]].drop_duplicates().values.tolist() == [
+        [positions, ablation] for positions in ("scoring", "all") for ablation in ("mean", "zero")
+    ]
+    assert "Circuits in blocks.2.mlp_out" in result.stdout and max(map(len, result.stdout.splitlines())) <= 80
+
+
+@pytest.mark.slow
+def test_factors_beside_new_ones_and_random_b_seeds(tmp_path, whole):
+    words = ["--factors", whole, "--sites", "blocks.[23].mlp_out", "-s", "0.5", "--controls", "random_b"]
+    words += ["--preset", "quick", "--random-b-seeds", "2", "--task", "ioi", *SMALL, *PROMPTS]
+    result = run("circuit", *words, "--out", tmp_path, "--json")
+    assert result.exit_code == 0, result.output
+    methods = [curve["method"] for curve in json.loads(result.stdout)["circuits"]]
+    assert methods == ["SWD s=0.5", "SWD s=0.6, tuned (whole)", *(f"Random-B/{seed}" for seed in range(2))]
+
+
+def test_factors_of_another_model_are_refused_before_any_text_is_read(tmp_path, whole, gpt2_folder):
+    other = ["--model", gpt2_folder, "--text", tmp_path / "missing.txt", "--task", "ioi", "--out", tmp_path / "x"]
+    result = run("circuit", "--factors", whole, *other)
+    said = " ".join(result.stderr.split())
+    assert result.exit_code == 1 and "blocks.2.mlp_out" in said and "missing.txt" not in said
+    nothing = run("circuit", "--factors", tmp_path / "nothing", "--task", "ioi", "--out", tmp_path / "x")
+    assert nothing.exit_code == 1 and "nothing" in " ".join(nothing.stderr.split())
+    none = run("circuit", "--task", "ioi", "--out", tmp_path / "x")
+    assert none.exit_code == 1 and "--sites, finished factors (--factors), or both" in " ".join(none.stderr.split())
+    assert not (tmp_path / "x").exists()
+
+
+def test_circuit_in_bfloat16(tmp_path, gpt2_folder):
+    host = ["--model", gpt2_folder, "--sites", "blocks.1.mlp_out", "--task", "gendered_pronoun", "-s", "0.5"]
+    small = ["--text", __file__, *SMALL, "--tokens", "256", "--heldout-tokens", "64", *PROMPTS]
+    result = run("circuit", *host, *small, "--dtype", "bfloat16", "--out", tmp_path / "run", "--json")
+    assert result.exit_code == 0, result.output
+    settings = json.loads(result.stdout)["settings"]
+    assert settings["calibration dtype"] == "bfloat16" and settings["host"] == "HookedTransformer"
+    for placed, message in (
+        (
+            ["--model", gpt2_folder, "--text", __file__, "--host", "hooked", "--device-map", "auto"],
+            "it does not go with",
+        ),
+        (["--device-map", "auto"], "the embedded one is small"),
+    ):
+        refused = run("circuit", "--sites", "mlp_out", "--task", "ioi", "--out", tmp_path / "x", *placed)
+        assert refused.exit_code == 1 and message in " ".join(refused.stderr.split()), refused.output
+
+
+SMALLEST = ["--sites", "blocks.[23].mlp_out", "--task", "ioi", "-s", "0.5", "-s", "0.6", *SMALL, *PROMPTS]
+SMALLEST += ["--preset", "quick", "--controls", "svd,pruned"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A run that nothing interrupted: its folder, and what it said."""
+    folder = tmp_path_factory.mktemp("alone")
+    result = run("circuit", "--out", folder, *SMALLEST)
+    assert result.exit_code == 0, result.output
+    return folder, result
+
+
+@pytest.mark.slow
+def test_every_step_is_numbered_and_memory_told(alone):
+    said = alone[1].stderr
+    numbers = [(int(i), int(n)) for i, n in re.findall(r"^ *\S+ (?:s|min)  (\d+)/(\d+) ", said, re.MULTILINE)]
+    assert numbers == [(i, 13) for i in range(1, 14)]
+    assert "none of these sites costs ioi a tenth of the margin" in said  # of the MLPs: names are copied by attention
+    (most, unit), (peak, peak_unit) = (
+        re.search(rf"{words} ([\d.]+) (MB|GB)", said).groups() for words in ("memory: at most", "peak memory")
+    )
+    megabytes = {"MB": 1, "GB": 1000}
+    assert float(most) * megabytes[unit] > 1 and float(peak) * megabytes[peak_unit] > 100
+
+
+@pytest.mark.slow
+def test_ctrl_c_says_what_is_finished_and_the_command_goes_on(tmp_path, alone, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    words = ["circuit", "--out", str(tmp_path / "run"), *SMALLEST]
+    monkeypatch.setattr(sys, "argv", ["swd-lens", *words, "--overwrite"])
+    with monkeypatch.context() as patch:
+        patch.setattr("swd_lens.circuits.protocol.evaluate", interrupted)
+        stopped = run(*words, "--overwrite")
+    assert stopped.exit_code == 130 and "Traceback" not in stopped.output
+    (line,) = [line for line in stopped.stderr.splitlines() if line.startswith("interrupted")]
+    assert line.startswith(
+        "interrupted in step 9 of 13 (measure blocks.[23].mlp_out: fidelity, circuits of ioi), 8 finished"
+    )
+    command = line.rpartition("goes on from there: ")[2]
+    assert shlex.split(command) == ["swd-lens", *words]
+    with monkeypatch.context() as patch:
+        # Nothing is solved or screened again.
+        patch.setattr("swd_lens.solver.solve", interrupted)
+        patch.setattr(cli.circuits, "screen", interrupted)
+        gone_on = run(*shlex.split(command)[1:])
+    assert gone_on.exit_code == 0, gone_on.output
+    (kept,) = (tmp_path / "run" / "screen" / FOLDER).glob("screen*")
+    assert swd.Run.load(tmp_path / "run").screen.as_dict() == json.loads(kept.read_text())["values"]
+    with monkeypatch.context() as patch:
+        patch.setattr(cli.circuits, "screen", interrupted)  # of other prompts it is made again
+        assert run(*words, "--n-train", "21").exit_code == 130
+    both = [swd.Run.load(folder) for folder in (tmp_path / "run", alone[0])]
+    assert both[0].circuit_table().equals(both[1].circuit_table())
+
+
+def test_circuit_writes_report_numbers_and_factors(tmp_path, monkeypatch):
+    arguments = ["circuit", "--out", tmp_path]
+    arguments += ["--sites", "mlp_out", "--task", "ioi", "--task", "gendered_pronoun", "-s", "0.5", "--preset", "quick"]
+    prompts = ["--n-train", "20", "--n-validation", "8", "--n-test", "10"]
+    result = run(*arguments, *SMALL, *prompts, "--json")
+    assert result.exit_code == 0, result.output
+    printed, saved = json.loads(result.stdout), json.loads((tmp_path / "run.json").read_text())
+    assert list(saved)[-2:] == ["files", "sha256"]
+    assert {k: v for k, v in printed.items() if k != "report"} == {k: saved[k] for k in list(saved)[:-2]}
+    assert {curve["task"] for curve in saved["circuits"]} == {"ioi", "gendered_pronoun"}
+    assert saved["settings"]["host"] == "HookedTransformer"
+    sizes = [[task[split] for split in ("train", "validation", "test")] for task in saved["settings"]["tasks"].values()]
+    assert sizes == [[20, 8, 10]] * 2
+    assert {curve["method"] for curve in saved["circuits"]} == {
+        *("SWD s=0.5", "SWD (paper) s=0.5", "Neurons pruned s=0.5", "neurons", "SVD")
+    }
+    assert (tmp_path / "report.html").stat().st_size < 5_000_000
+    assert len(swd.FactorSet.load(tmp_path / "factors" / "mlp_out-SWD_s=0.5")) == 4
+    screened = swd.Run.load(tmp_path).screen
+    assert len(screened.sites) == 4 and list(screened.surfaces) == ["all mlp_out"]
+    assert "The margin without a site or surface" in result.stderr
+    assert "which matrices the tasks need" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    left = ["factors", "parts", "report.html", "run.json", "screen"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    # The same command again goes on from there: nothing is measured or scored again.
+    monkeypatch.setattr("swd_lens.circuits.protocol.fidelities", lambda *_: 1 / 0)
+    monkeypatch.setattr("swd_lens.circuits.protocol.attribute", lambda *_: 1 / 0)
+    again = run(*arguments, *SMALL, *prompts, "--json")
+    assert again.exit_code == 0, again.output
+    values = json.loads(again.stdout)
+    assert {key for key in printed if values[key] != printed[key]} <= {"seconds", "fidelity"}
+    rows = [[{**row, "seconds": 0} for row in of_run["fidelity"]] for of_run in (values, printed)]
+    assert rows[0] == rows[1]
+    refused = run(*arguments, *SMALL, *prompts, "--outer-iterations", "5")
+    assert refused.exit_code == 1 and "--overwrite" in refused.stderr
+
+
+@pytest.mark.slow
+def test_circuit_chooses_the_sites_that_the_tasks_need(tmp_path):
+    arguments = ["circuit", "--out", tmp_path, "--sites", "auto", "--task", "ioi", "-s", "0.5", "--controls", "none"]
+    result = run(*arguments, *SMALL, *PROMPTS, "--json")
+    assert result.exit_code == 0, result.output
+    screened = swd.Run.load(tmp_path).screen
+    assert len(screened.sites) == 16 and screened.choose() == {"blocks.3.attn_o": ["blocks.3.attn_o"]}
+    printed = json.loads(result.stdout)
+    assert printed["settings"]["surfaces"] == {"blocks.3.attn_o": ["blocks.3.attn_o"]}
+    assert [curve["method"] for curve in printed["circuits"]] == ["SWD s=0.5"]  # --controls none
+    # How many steps there are is known once the screen has chosen.
+    numbers = re.findall(r"^ *\S+ (?:s|min)  (\d+(?:/\d+)?) ", result.stderr, re.MULTILINE)
+    assert numbers == ["1", "2", "3", "4/9", "5/9", "6/9", "7/9", "8/9", "9/9"]
+    refused = run("circuit", "--out", tmp_path / "b", "--sites", "auto", "--task", "succession", *SMALL, *PROMPTS)
+    said = " ".join(refused.stderr.split())
+    assert refused.exit_code == 1 and "the model does none of these tasks (succession)" in said
+    assert "succession: the dense model does not do this task" in said
+
+
+@pytest.mark.parametrize(
+    ("controls", "sparsities", "wanted"),
+    [
+        ("svd,random_b", [], ["SWD s=0.5", "SWD s=0.75", "SVD", "Random-B/0", "Random-B/1", "Random-B/2"]),
+        pytest.param(
+            "paper,pruned,svd_pruned",
+            ["-s", "0.5"],
+            ["SWD s=0.5", "SWD (paper) s=0.5", "Neurons pruned s=0.5", "SVD pruned s=0.5"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_controls_ablation_and_tables(tmp_path, controls, sparsities, wanted):
+    arguments = ["circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "gendered_pronoun", *sparsities]
+    result = run(*arguments, "--ablation", "zero", "--controls", controls, *SMALL, *PROMPTS)
+    assert result.exit_code == 0, result.output
+    saved = json.loads((tmp_path / "run.json").read_text())
+    assert sorted(curve["method"] for curve in saved["circuits"]) == sorted(wanted)
+    assert saved["settings"]["ablation"] == "zero" and {c["settings"]["ablation"] for c in saved["circuits"]} == {
+        "zero"
+    }
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert all(name in page for name in wanted) and "ablation=&#39;zero&#39;" in page
+    assert ("Random-B" in result.stdout) == ("Random-B/0" in wanted)
+    for text in ("Fidelity of blocks.3.mlp_out", "Circuits in blocks.3.mlp_out", "report.html", *wanted[:2]):
+        assert text in result.stdout
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
+
+
+@pytest.mark.slow
+def test_a_local_checkpoint_and_an_auto_circuit_file(tmp_path, gpt2_folder):
+    prompts = [
+        {"clean": e.prompt, "corrupt": e.corrupt, "answers": list(e.answers), "wrong_answers": list(e.distractors)}
+        for e in swd.tasks.generators.generate("ioi", "test", 40)
+    ]
+    (tmp_path / "names.json").write_text(json.dumps({"prompts": prompts}))
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(prompt["clean"] for prompt in prompts))
+    arguments = ["circuit", "--model", gpt2_folder, "--out", tmp_path / "out"]
+    arguments += ["--sites", "h.1.mlp.c_proj", "--sites", "attn_qkv"]
+    result = run(*arguments, "--task", tmp_path / "names.json", "--text", text, "-s", "0.5", *FEW, "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    surfaces = next(iter(printed["settings"]["surfaces"].values()))
+    assert surfaces == ["blocks.0.attn_qkv", "blocks.1.attn_qkv", "blocks.1.mlp_out"]
+    assert printed["settings"]["tasks"]["names"]["source"] == "auto-circuit JSON file names.json, seed 42"
+
+
+@pytest.mark.slow
+def test_a_failing_step_fails_the_command(tmp_path, monkeypatch):
+    def broken(run, path):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(cli.circuits, "write_report", broken)
+    result = run("circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", "-s", "0.5", *FEW)
+    assert result.exit_code == 1 and "disk full" in result.stderr
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize(
+    "where", ["swd_lens.base.sealed.save_file", "swd_lens.study.run.write_sealed", "swd_lens.report.page.write_text"]
+)
+def test_ctrl_c_leaves_no_half_written_file(tmp_path, monkeypatch, where):
+    def interrupted(*arguments, **named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, interrupted)
+    result = run("circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", "-s", "0.5", *FEW)
+    assert result.exit_code == 130
+    assert not [path for path in tmp_path.rglob("*") if path.name.endswith(".part")]
+    assert not (tmp_path / "report.html").exists()
+    for folder in (tmp_path / "factors").glob("*/factors.json"):
+        swd.FactorSet.load(folder.parent)  # what is there is whole
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_run_is_read(tmp_path):
+    result = run("report", tmp_path / "nothing", "--out", tmp_path)
+    assert result.exit_code == 1 and "is a folder; give the name of a file in it" in " ".join(result.stderr.split())
+
+
+def test_report_is_made_again_without_a_model(tmp_path, monkeypatch):
+    arguments = ["circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", "-s", "0.5"]
+    made = run(*arguments, *FEW, "--json")
+    assert made.exit_code == 0, made.output
+    page, numbers = (tmp_path / "report.html").read_bytes(), json.loads(made.stdout)
+    (tmp_path / "report.html").unlink()
+
+    def refused(*arguments, **named):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(cli.circuits, "load_default_model", refused)
+    monkeypatch.setattr(cli.options, "load_default_model", refused)
+    monkeypatch.setattr(cli.options, "load_host", refused)
+    again = run("report", tmp_path)
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "report.html").read_bytes() == page
+    assert "Fidelity of blocks.3.mlp_out" in again.stdout and "report.html" in again.stdout
+    elsewhere = run("report", tmp_path, "--out", tmp_path / "new" / "r.html", "--json")
+    assert (tmp_path / "new" / "r.html").read_bytes() == page
+    assert json.loads(elsewhere.stdout) == {**numbers, "report": str(tmp_path / "new" / "r.html")}
+
+
+def test_report_of_what_is_no_run(tmp_path):
+    for folder, message in ((tmp_path, "there is no run.json"), (tmp_path / "missing", "there is no run.json")):
+        result = run("report", folder)
+        assert result.exit_code == 1 and message in " ".join(result.stderr.split())
+    (tmp_path / "run.json").write_text('{"settings": {}')
+    result = run("report", tmp_path)
+    assert result.exit_code == 1 and "is not a run, or damaged" in " ".join(result.stderr.split()) and not result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
