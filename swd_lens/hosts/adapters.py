@@ -2,7 +2,7 @@
 
 transformers reads such a folder without its adapter where peft is missing, and with peft leaves the adapter's modules in the
 model, where a matrix is no longer one matrix. So the adapter is merged into the weights, in a folder of its own (made.py). A
-model in memory that still has one is refused (`adapter_in`).
+model in memory that still has one is refused (`require_no_adapter`).
 """
 
 import hashlib
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from swd_lens.base.errors import legible
+from swd_lens.base.errors import UnsupportedHostError, legible
 from swd_lens.base.machine import is_out_of_memory
 from swd_lens.hosts.made import made_folder
 
@@ -65,9 +66,11 @@ def _merge(folder: Path, files: list[Path], dtype: torch.dtype, to: Path) -> str
     return f"{folder.resolve().name}, adapter merged"
 
 
-def adapter_in(model: Any) -> str | None:
-    """The class of a module that peft has put into a model; None where there is none."""
+def require_no_adapter(model: nn.Module) -> None:
+    """Raise UnsupportedHostError where peft has put a module into a model."""
     for module in model.modules():
         if type(module).__module__.partition(".")[0] == "peft":
-            return type(module).__name__
-    return None
+            raise UnsupportedHostError(
+                f"this model has an adapter in it ({type(module).__name__}): its matrices are sums of two. Merge it first: "
+                "model.merge_and_unload(), then save_pretrained(folder) and swd_lens.load_host(folder)"
+            )

@@ -43,7 +43,7 @@ def difference_of(model: Any) -> float | None:
 
 
 class Reference:
-    """What transformers' own model says of a row of tokens; a host of the same checkpoint has to say the same.
+    """The logits of transformers' own model for a row of tokens, which a host of the same checkpoint must give, too.
 
     Attributes:
         row: (1, pos) ids; None until a model was seen that gives logits for them.
@@ -85,7 +85,7 @@ class Reference:
         self.row, self.logits = row, logits
 
     def require(self, model: Any, kind: str, other: str | None) -> None:
-        """Do nothing where the host gives the same logits.
+        """Require that the host gives the same logits.
 
         Args:
             kind: "HookedTransformer" or "TransformerBridge".

@@ -173,7 +173,7 @@ def _held_in(cache: Any, of: UnitSet, site: str, positions: Any) -> HeldNorm | N
             "run"
         )
     inverse = 1 / positions.apply(cache.cache_dict[name].float(), dim=-2)[..., 0]
-    return HeldNorm(facts_of(of.host.model).norm == "layer", of.host.norm_weight(norm), inverse)
+    return HeldNorm(facts_of(of.host.model).norm == "layer", of.host.norm_affine(norm).scale, inverse)
 
 
 # ---------------------------------------------------------------------------------------------- directions

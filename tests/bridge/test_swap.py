@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from swd_lens.base.errors import UnsupportedHostError
-from swd_lens.hosts import Undo, host_of
+from swd_lens.base.interrupts import Step
+from swd_lens.hosts import host_of
 from tests.bridge.conftest import TOKENS, DenseUnits, close, fresh, sites_with, snapshot, swap_dense, swap_in
 
 
@@ -179,7 +180,7 @@ def test_a_deep_copy_is_attached_and_independent(host):
 def test_what_rewrites_weights_is_refused_while_guarded(host):
     model, state = host.model, host.model.state_dict()
     before = sorted(vars(model))
-    undos: list[Undo] = []
+    undos: list[Step] = []
     for _ in range(2):
         host.guard("while units are attached", undos.append)
     undo, nested = undos
