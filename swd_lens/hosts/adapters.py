@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from swd_lens.base.errors import UnsupportedHostError, legible
-from swd_lens.base.machine import is_out_of_memory
-from swd_lens.hosts.made import made_folder
+from swd_lens.hosts.made import made_folder, refused_as
 
 CONFIG = "adapter_config.json"
 WHAT = "a model with its adapter merged"
@@ -52,15 +51,9 @@ def _merge(folder: Path, files: list[Path], dtype: torch.dtype, to: Path) -> str
                 (Path(plain) / path.name).symlink_to(path.resolve())
         base: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(plain, local_files_only=True)
-    try:
+    with refused_as(f"peft cannot merge the adapter in {legible(folder)}"):
         model: Any = PeftModel.from_pretrained(base, str(folder))
         whole = model.merge_and_unload(safe_merge=True)
-    except Exception as cause:  # whatever peft raises on an adapter of another model
-        if is_out_of_memory(cause):
-            raise
-        raise ValueError(
-            f"peft cannot merge the adapter in {legible(folder)}: {legible(str(cause) or type(cause).__name__)}"
-        ) from cause
     whole.save_pretrained(to)
     tokenizer.save_pretrained(to)
     return f"{folder.resolve().name}, adapter merged"

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Int
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from swd_lens.base.checks import bounded, one_of
 from swd_lens.base.errors import errors_seen, legible
@@ -151,14 +152,18 @@ def load_model_folder(
             raise FileNotFoundError(
                 f"{legible(folder)} has no {legible(name)}; give a folder that tests.embedded.train wrote"
             )
-    shape = Shape(**json.loads((folder / "config.json").read_text()))
-    tokenizer = load_tokenizer(folder)
-    state = {name: value.to(dtype) for name, value in load_file(folder / "model.safetensors").items()}
+    shape, state, tokenizer = _read(folder, dtype)
     missing = [name for name in shape.stored_names() if name not in state]
     if missing:
         raise ValueError(f"{legible(folder)}/model.safetensors lacks {legible(', '.join(missing))}; train it again")
     load = _bridge if kind == "bridge" or (kind == "auto" and not has_hooked_transformer()) else _hooked
     return load(shape, state, tokenizer, str(device or "cpu"), dtype).eval()
+
+
+def _read(folder: Path, dtype: torch.dtype) -> tuple[Shape, dict[str, Tensor], PreTrainedTokenizerBase]:
+    shape = Shape(**json.loads((folder / "config.json").read_text()))
+    state = {name: value.to(dtype) for name, value in load_file(folder / "model.safetensors").items()}
+    return shape, state, load_tokenizer(folder)
 
 
 def _hooked(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str, dtype: torch.dtype) -> Any:
@@ -204,9 +209,7 @@ def is_embedded(model: Any) -> bool:
 
 def network_of_embedded(dtype: torch.dtype) -> Any:
     """The embedded model as transformers' own GPT-2, on the CPU."""
-    shape = Shape(**json.loads((WEIGHTS / "config.json").read_text()))
-    state = {name: value.to(dtype) for name, value in load_file(WEIGHTS / "model.safetensors").items()}
-    return _gpt2(shape, state, load_tokenizer(WEIGHTS), "cpu", dtype).eval()
+    return _gpt2(*_read(WEIGHTS, dtype), "cpu", dtype).eval()
 
 
 @with_torch_defaults

@@ -56,11 +56,6 @@ def _repeated(entry: Any, times: int, kept: bool) -> TransformerLensKeyValueCach
     return _RepeatedEntry(keys, values, times)
 
 
-def _shapes(cache: Any, n: int) -> list[Any]:
-    """The first n entries without their keys and values."""
-    return [_repeated(entry, 1, kept=False) for entry in cache.entries[:n]]
-
-
 class _Filled(Exception):
     """An attention forward has handed over its keys and values: nothing else was wanted of it."""
 
@@ -112,7 +107,8 @@ class HookedRuns:
             cache.freeze()
             last = self._run(tokens[:, -1:], past_kv_cache=cache, stop_at_layer=layer)
         # Entries of the layers from `layer` on are empty, and no shapes.
-        return Begun(layer, earlier, last, _PartialCache(_shapes(cache, layer), cache.previous_attention_mask, layer))
+        shapes = [_repeated(entry, 1, kept=False) for entry in cache.entries[:layer]]
+        return Begun(layer, earlier, last, _PartialCache(shapes, cache.previous_attention_mask, layer))
 
     def _empty_cache(self, tokens: Tensor) -> TransformerLensKeyValueCache:
         return TransformerLensKeyValueCache.init_cache(self.model.cfg, self.model.cfg.device, len(tokens))
@@ -152,10 +148,16 @@ class HookedRuns:
         token_ids: Int[Tensor, " answer"] | None = None,
         short: bool = False,
     ) -> Float[Tensor, "batch _vocab"]:
+        n_layers = self.model.cfg.n_layers
         # Unembed the last position only: for long prompts the rest is most of the work and memory.
-        resid = self._last_residual(tokens, prefix, start, short)
+        if short and prefix is None and (start is None or start.layer < n_layers):
+            resid = self._short_last_block(self.residual(tokens, n_layers - 1, None, start))
+        else:
+            if start is not None and prefix is not None:
+                start = Start(start.layer, start.residual[:, -1:])
+            resid = self.residual(tokens, n_layers, prefix, start)[:, -1:]
         if token_ids is None:
-            return self.model(resid, start_at_layer=self.model.cfg.n_layers)[:, -1]
+            return self.model(resid, start_at_layer=n_layers)[:, -1]
         # As HookedTransformer.forward and Unembed.forward do, with some columns: nothing of the model needs to be patched.
         if self.model.cfg.normalization_type is not None:
             resid = self.model.ln_final(resid)
@@ -167,27 +169,6 @@ class HookedRuns:
         self, tokens: Int[Tensor, "batch pos"], residual: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos vocab"]:
         return self.model(residual, start_at_layer=self.model.cfg.n_layers)
-
-    def _last_residual(self, tokens: Tensor, prefix: Any, start: Start | None, short: bool) -> Tensor:
-        """The output of the last block at the last position, (batch, 1, d_model)."""
-        n_layers = self.model.cfg.n_layers
-        if short and prefix is None and (start is None or start.layer < n_layers):
-            if start is None:
-                return self._short_last_block(self._run(tokens, stop_at_layer=n_layers - 1))
-            return self._short_last_block(
-                self.model(start.residual, start_at_layer=start.layer, stop_at_layer=n_layers - 1)
-            )
-        if start is None:
-            return self.residual(tokens, n_layers, prefix)[:, -1:]
-        require_kept(prefix, start.layer)
-        resid = start.residual if prefix is None else start.residual[:, -1:]
-        if start.layer == n_layers:
-            return resid[:, -1:]
-        if prefix is None:
-            return self.model(resid, start_at_layer=start.layer, stop_at_layer=n_layers)[:, -1:]
-        # The mask is of all positions: upstream extends it only where it embeds.
-        mask = prefix.append_attention_mask(self._ones(resid))
-        return self._run_between(resid, start.layer, n_layers, mask, past_kv_cache=prefix)[:, -1:]
 
     def _short_last_block(self, resid: Tensor) -> Tensor:
         """The output of the last block at the last position; at the others only keys and values are computed."""
