@@ -1,7 +1,8 @@
 """Families: what swd_lens knows of architectures by name, and what a model's settings say of its own.
 
 1. `FAMILIES` has one record for each family that needs one: what its checkpoints call their matrices, and whether they hold
-   query, key and value as one. A family without a record works, too; its sites go by swd_lens' own names only.
+   query, key and value as one. A family without a record works, too; its sites go by swd_lens' own names only. To add one, write
+   its record here, and its small checkpoint in tests/families.py, on which the tests of all families then run.
 2. `SCORED_ATTENTION` and `CACHE_LAYERS` say the same of parts: attention components of bridges whose scores are known, and
    layers of Hugging Face's caches that can be kept and run on.
 3. `facts_of(model)` reads everything else off the settings, in one place: norm, positions, direction, activation, soft caps.
@@ -22,6 +23,7 @@ class Family:
     Attributes:
         architectures: how the names of its model classes in Hugging Face begin.
         packed: its checkpoints hold query, key and value as one matrix: attn_qkv is a site, and its parts are alternatives.
+        own_reader: HookedTransformer reads its weights in a way of its own, not off transformers' model.
         encoder: HookedTransformer's reader of configurations knows it, HookedTransformer itself does not (HookedEncoder and
             others were for it).
         blocks: path of the list of blocks in Hugging Face's model, with further ones where a model has it elsewhere.
@@ -30,6 +32,7 @@ class Family:
 
     architectures: tuple[str, ...]
     packed: bool = False
+    own_reader: bool = False
     encoder: bool = False
     blocks: tuple[str, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -101,6 +104,8 @@ FAMILIES: Mapping[str, Family] = {
             "mlp_out": "output.dense",
         },
     ),
+    "gemma3 with images": Family(("Gemma3ForConditionalGeneration",), own_reader=True),
+    "gpt_oss": Family(("GptOssForCausalLM",), own_reader=True),
     "t5": Family(("T5",), encoder=True),
     "hubert": Family(("Hubert",), encoder=True),
 }

@@ -263,7 +263,6 @@ def _config(name: str, folder: Path | None, device: str | None, dtype: torch.dty
 
 # Names whose weights HookedTransformer reads in a way of its own: no model of transformers, code from the hub, or another class.
 _READ_OTHERWISE = ("NeelNanda", "ArthurConmy", "Baidicoot")
-_ARCHITECTURES_READ_OTHERWISE = ("Gemma3ForConditionalGeneration", "GptOssForCausalLM")
 
 
 def _network_of_name(name: str, config: Any, dtype: torch.dtype) -> Any:
@@ -273,7 +272,7 @@ def _network_of_name(name: str, config: Any, dtype: torch.dtype) -> Any:
 
     official = loading.get_official_model_name(name)
     otherwise = (*_READ_OTHERWISE, *loading.NEED_REMOTE_CODE_MODELS, *loading.NON_HF_HOSTED_MODEL_NAMES)
-    if official.startswith(otherwise) or config.original_architecture in _ARCHITECTURES_READ_OTHERWISE:
+    if official.startswith(otherwise) or family_of(config.original_architecture).own_reader:
         return None
     return _whole(AutoModelForCausalLM, official, dtype=dtype, attn_implementation="eager")
 
