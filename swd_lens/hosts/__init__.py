@@ -1,262 +1,48 @@
 """Hosts: the model that is being factorized, behind one small protocol.
 
 `host_of(model)` wraps a model; `find_sites(model, pattern)` lists its factorizable matrices. Everything above this
-package (calibration, injection, fidelity, circuits) speaks to `Host` only. There are two: hooked/
-(HookedTransformer, transformer_lens 3.9) and bridge/ (TransformerBridge, 3.9 and 4.x).
+package (calibration, injection, fidelity, circuits) speaks to `Host` only. There are two kinds: hooked/
+(HookedTransformer, transformer_lens 3.9) and bridge/ (TransformerBridge, 3.9 and 4.x). This file knows both; the
+others take a host as an argument and import host.py (but beginnings.py, which works on models).
 """
 
-from collections.abc import Callable, Container, Iterable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from jaxtyping import Float, Int
-from torch import Tensor, nn
-from transformer_lens.hook_points import HookPoint
+from torch import nn
 
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.base.surroundings import claim, with_torch_defaults
-from swd_lens.hosts.adapters import adapter_in
-from swd_lens.hosts.families import DROPOUT_RATES, is_bridge, is_hooked
-from swd_lens.hosts.sites import (
-    PACKED,
-    BlockShapes,
-    Pattern,
-    Site,
-    overlapping,
-    select_sites,
-    sites_of_blocks,
+from swd_lens.hosts.adapters import require_no_adapter
+from swd_lens.hosts.families import is_bridge, is_hooked
+from swd_lens.hosts.host import (
+    STANDING,
+    Affine,
+    Begun,
+    Host,
+    Register,
+    Start,
+    drops_out,
+    matrix_entries,
+    require_gradients,
+    require_no_dropout,
+    sites_of,
 )
+from swd_lens.hosts.sites import Pattern, Site
 
-Undo = Callable[[], None]
-Register = Callable[[Undo], object]
-
-
-@dataclass(frozen=True)
-class Affine:
-    """How a site's input is written: h = x * scale + shift, with x what weight processing would leave.
-
-    Of a site that reads a normalization: its weight and bias. Of attn_o: no scale, and what the values hold whatever the
-    tokens: b_V and (bias of the normalization) @ W_V, which arrive whole because attention patterns sum to one. Folding
-    moves both into the weights and biases that follow: then both are None.
-    """
-
-    scale: Float[Tensor, " d_in"] | None = None
-    shift: Float[Tensor, " d_in"] | None = None
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a run takes up: what enters block `layer` (layer = number of blocks: what leaves the last one).
-
-    Attributes:
-        layer: blocks before it are not run.
-        residual: (batch, pos, d_model); with a kept prefix pos is 1, the last position.
-    """
-
-    layer: int
-    residual: Float[Tensor, "batch pos d_model"]
-
-
-@dataclass(frozen=True)
-class Begun:
-    """Prompts run up to a block, once for all that stands in that block and later ones: `Host.begin`.
-
-    Attributes:
-        layer: the block.
-        earlier: (batch, pos - 1, d_model), what enters it at all positions but the last.
-        last: (batch, 1, d_model), what enters it at the last one.
-        prefix: of the blocks before it, their shape alone.
-    """
-
-    layer: int
-    earlier: Float[Tensor, "batch _earlier d_model"]
-    last: Float[Tensor, "batch 1 d_model"]
-    prefix: Any
-
-
-@runtime_checkable
-class Host(Protocol):
-    """What the rest of swd_lens needs from a model."""
-
-    model: Any
-
-    def blocks(self) -> tuple[BlockShapes, ...]:
-        """The matrices of each block, read off the model as it is now."""
-        ...
-
-    def sites(self) -> list[Site]:
-        """Every factorizable matrix once, in execution order; no two overlap."""
-        return list(sites_of_blocks(self.blocks())[0])
-
-    def alternatives(self) -> list[Site]:
-        """Further sites that overlap those of `sites()`: q, k, v apart where they are packed, or packed where apart; and
-        "mlp", the whole MLP, which has no single matrix but may hold a transcoder."""
-        return list(sites_of_blocks(self.blocks())[1])
-
-    def weight(self, site: Site) -> Float[Tensor, "d_in d_out"]:
-        """The dense matrix, float32, detached; a copy or a view, never to be written to. Also while the site is swapped.
-
-        Raises:
-            UnsupportedHostError: the site is a whole MLP.
-        """
-        ...
-
-    def affine(self, site: Site) -> Affine | None:
-        """Scale and shift in the site's input that weight processing can fold away; None where it has none to fold."""
-        ...
-
-    def norm_before(self, site: Site) -> Affine | None:
-        """Scale and shift of the norm through which the site reads the residual stream; neither where it reads the stream itself.
-
-        None where that is not known, and of sites that read something else. What a block does besides (RWKV mixes positions) is
-        not looked at.
-        """
-        ...
-
-    def norm_behind(self, site: Site) -> nn.Module | None:
-        """The norm between the site's output and the residual stream (Gemma 2 and 3, OLMo 2, BERT); None where there is none."""
-        ...
-
-    def processing(self) -> dict[str, bool]:
-        """Which weight processing the weights bear: fold_ln, center_writing_weights, fold_value_biases (True, too, where there
-        are none), and compatibility_mode of a bridge."""
-        ...
-
-    def inputs(self, sites: Iterable[Site], use: Callable[[Site, Tensor], None]) -> AbstractContextManager[None]:
-        """While open, every forward calls use(site, h) with h (batch, pos, d_in), the site's input."""
-        ...
-
-    def outputs(self, sites: Iterable[Site], use: Callable[[Site, Tensor], None]) -> AbstractContextManager[None]:
-        """While open, every forward calls use(site, y) with y (batch, pos, d_out), the projection's output, bias included."""
-        ...
-
-    def run(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
-        """Logits of whole rows, none of them padded."""
-        ...
-
-    def run_blocks(self, tokens: Int[Tensor, "batch pos"], n_blocks: int, start: Start | None = None) -> None:
-        """Run blocks 0 .. n_blocks - 1 only, for what hooks see there; with a start from its block on."""
-        ...
-
-    def freeze_prefix(self, tokens: Int[Tensor, "batch pos"], begun: Begun | None = None) -> Any:
-        """Run all positions but the last (no gradient) and keep what later positions need of them.
-
-        None for one-token prompts, and where the host cannot (it attends both ways); `last_logits` then runs whole prompts.
-
-        Args:
-            begun: go on from there; the prefix is for runs that start at its block or later.
-        """
-        ...
-
-    def begin(self, tokens: Int[Tensor, "batch pos"], layer: int) -> Begun | None:
-        """Run the blocks before `layer` (no gradient) as `freeze_prefix`, and `residual` with that prefix, do.
-
-        What later blocks do with it can be run any number of times. None where there is no prefix.
-        """
-        ...
-
-    def repeat_prefix(self, prefix: Any, times: int, from_layer: int = 0) -> Any:
-        """The same prefix for `times` copies of the batch, one after the other, for runs that start at `from_layer` or later:
-        what earlier layers keep is dropped."""
-        ...
-
-    def residual(
-        self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None, start: Start | None = None
-    ) -> Float[Tensor, "batch _pos d_model"]:
-        """What enters block `layer` (layer = number of blocks: what leaves the last one), hooks on earlier units included.
-
-        At every position; with a prefix at the last one only. Blocks from `layer` on are not run.
-
-        Args:
-            start: take up from there, at every position (with a prefix at the last one). The bits are then those that
-                `run_blocks` sees.
-
-        Raises:
-            ValueError: the start lies behind `layer`, or before the layers that the prefix keeps.
-        """
-        ...
-
-    def last_logits(
-        self,
-        tokens: Int[Tensor, "batch pos"],
-        prefix: Any = None,
-        *,
-        start: Start | None = None,
-        token_ids: Int[Tensor, " answer"] | None = None,
-        short: bool = False,
-    ) -> Float[Tensor, "batch _vocab"]:
-        """Logits at the last position; with a prefix only that position is run (exact, since attention is causal).
-
-        The prefix is left as it was: the same one can be used any number of times.
-
-        Args:
-            start: take up from there; what enters earlier blocks is not computed, their units and hooks do not run.
-            token_ids: only these tokens' logits, in this order; None = the whole vocabulary.
-            short: in the last block compute keys and values of all positions, and the rest of the last position only. Hooks
-                there see it in two parts, all positions but the last and the last, or see the last one only. A host may
-                ignore it; without hooks in the last block the logits are the same.
-        """
-        ...
-
-    def unembed(
-        self, tokens: Int[Tensor, "batch pos"], residual: Float[Tensor, "batch pos d_model"]
-    ) -> Float[Tensor, "batch pos vocab"]:
-        """Logits of what leaves the last block at some positions of rows.
-
-        Args:
-            tokens: of these positions; only their number counts.
-        """
-        ...
-
-    def readout(self) -> tuple[Float[Tensor, " d_model"] | None, Float[Tensor, "d_model vocab"]]:
-        """Weight of the final normalization (None: none, or folded) and the unembedding."""
-        ...
-
-    def norm_weight(self, norm: nn.Module) -> Float[Tensor, " d_model"] | None:
-        """What a norm of this host multiplies by; None where that is one."""
-        ...
-
-    def norm_shift(self, norm: nn.Module) -> Float[Tensor, " d_model"] | None:
-        """What a norm of this host adds; None where that is nothing."""
-        ...
-
-    def swap(self, site: Site, projection: nn.Module, hook: HookPoint, register: Register) -> None:
-        """Run `projection(h, bias, dense)` in place of the dense product and mount `hook` at site.hook_name.
-
-        The projection gets h (batch, pos, d_in), the live bias (d_out,) or None, and the host's own h -> h @ W + bias, which
-        factors never call. `register` is given the undo before anything is touched, so that no interruption finds the host
-        half changed with nobody to mend it; the undo may be called more than once.
-        """
-        ...
-
-    def is_swapped(self, site: Site) -> bool:
-        """Whether a projection is mounted at the site now."""
-        ...
-
-    def fuse_attention(self, register: Register) -> bool:
-        """Have the layers that can compute their attention fused until the undo; False where none can.
-
-        Passes are made under `swd_lens.hosts.fused.fused_attention`, which verifies it.
-        """
-        ...
-
-    def guard(self, reason: str, register: Register) -> None:
-        """Make every method that rewrites weights raise RuntimeError(reason), until the last registered undo is called."""
-        ...
-
-
-@runtime_checkable
-class AttachmentGuard(Protocol):
-    """Something that stands in a host and must hold whenever a function of swd_lens takes the host up."""
-
-    def at_call(self, host: Host) -> None:
-        """Raises AttachError where it does not hold."""
-        ...
-
-
-# In a model's own __dict__: what stands in it, see `swd_lens.hosts.weights.keep_watch`. A deep copy has copies of them.
-STANDING = "_standing_units"
+__all__ = [
+    "Affine",
+    "Begun",
+    "Host",
+    "Register",
+    "Start",
+    "drops_out",
+    "find_sites",
+    "host_of",
+    "matrix_entries",
+    "require_gradients",
+    "require_no_dropout",
+    "sites_of",
+]
 
 
 def host_of(model: Any) -> Host:
@@ -273,34 +59,24 @@ def host_of(model: Any) -> Host:
         UnsupportedHostError: neither a HookedTransformer nor a TransformerBridge, or one whose matrices cannot be seen as
             (d_in, d_out).
     """
-    host = _wrapped(model)
-    for standing in tuple(model.__dict__.get(STANDING, ())):
-        standing.at_call(host)
-    return host
-
-
-def _wrapped(model: Any) -> Host:
-    # Each imported where it is needed: transformer_lens 4 has no HookedTransformer, and importing swd_lens must work there.
+    # Each kind is imported where it is needed: transformer_lens 4 has no HookedTransformer.
     if is_hooked(model):
-        from swd_lens.hosts.hooked import HookedTransformerHost
-
-        claim(model)
-        return HookedTransformerHost(model)
-    if is_bridge(model):
-        from swd_lens.hosts.bridge import BridgeHost
-
-        claim(model)
-        return BridgeHost(model)
-    if isinstance(model, nn.Module) and (adapter := adapter_in(model)) is not None:
+        from swd_lens.hosts.hooked import HookedTransformerHost as Kind
+    elif is_bridge(model):
+        from swd_lens.hosts.bridge import BridgeHost as Kind
+    else:
+        if isinstance(model, nn.Module):
+            require_no_adapter(model)
         raise UnsupportedHostError(
-            f"this model has an adapter in it ({adapter}): its matrices are sums of two. Merge it first: "
-            "model.merge_and_unload(), then save_pretrained(folder) and swd_lens.load_host(folder)"
+            f"swd_lens works on a transformer_lens HookedTransformer or TransformerBridge; got {type(model).__name__}. Load "
+            "one with swd_lens.load_host(name), TransformerBridge.boot_transformers(name) or "
+            "HookedTransformer.from_pretrained(name)."
         )
-    raise UnsupportedHostError(
-        f"swd_lens works on a transformer_lens HookedTransformer or TransformerBridge; got {type(model).__name__}. Load "
-        "one with swd_lens.load_host(name), TransformerBridge.boot_transformers(name) or "
-        "HookedTransformer.from_pretrained(name)."
-    )
+    claim(model)
+    host = Kind(model)
+    for guard in tuple(model.__dict__.get(STANDING, ())):
+        guard.at_call(host)
+    return host
 
 
 @with_torch_defaults
@@ -312,81 +88,3 @@ def find_sites(model: Any, pattern: Pattern = "all") -> list[Site]:
         UnsupportedHostError: see `host_of`.
     """
     return sites_of(host_of(model), pattern)
-
-
-def sites_of(host: Host, pattern: Pattern) -> list[Site]:
-    """`find_sites` for a host that is wrapped already."""
-    return select_sites(host.sites(), pattern, host.alternatives())
-
-
-def matrix_entries(host: Host) -> int:
-    """Entries of all matrices of the host's blocks, those included that are no sites (routers, convolutions, scans)."""
-    return sum(site.numel for site in host.sites()) + sum(block.numel_left for block in host.blocks())
-
-
-def is_centered(weight: Float[Tensor, "d_in d_out"]) -> bool:
-    """Whether every row writes nothing along the all-ones direction, as center_writing_weights leaves it."""
-    return bool(weight.mean(1).abs().max() < 1e-5 * weight.abs().max())
-
-
-def require_matrix(site: Site) -> None:
-    """Raises UnsupportedHostError for a whole MLP."""
-    if site.kind == "mlp":
-        raise UnsupportedHostError(
-            f"{site.name} is a whole MLP, not one matrix; its matrices are {', '.join(PACKED['mlp'])}"
-        )
-
-
-def require_unattached(site: Site, attached: Container[str | None]) -> None:
-    """Raises RuntimeError where the site, or one that overlaps it, is among the names of those that are attached."""
-    for name in (site.name, *overlapping(site.name)):
-        if name in attached:
-            raise RuntimeError(f"{site.name} cannot be attached: {name} is attached already; detach it first")
-
-
-def drops_out(model: Any) -> bool:
-    """Whether a forward is random: dropout in train mode. (A HookedTransformer has none, whatever its mode.)"""
-    for module in model.modules():
-        if not module.training:
-            continue
-        rates = [module.p] if isinstance(module, nn.Dropout) else [vars(module).get(name) for name in DROPOUT_RATES]
-        if any(isinstance(rate, float) and rate > 0 for rate in rates):
-            return True
-    return False
-
-
-def require_no_dropout(model: Any) -> None:
-    """Raises ValueError where what is about to be measured would be random, HostInUseError for another thread's host."""
-    claim(model)  # before its modules are gone through: another thread may be attaching units to them
-    if drops_out(model):
-        raise ValueError(
-            "this host is in train mode and drops activations out: what is measured would be random. Call model.eval()"
-        )
-
-
-def require_gradients(model: Any) -> None:
-    """Raises UnsupportedHostError where no gradient passes the host's weights: tensors of torch.inference_mode()."""
-    claim(model)
-    if any(p.is_inference() for p in model.blocks.parameters()):
-        raise UnsupportedHostError(
-            "this host was made under torch.inference_mode(), and no gradient passes its weights; load it outside of it, "
-            "or with swd_lens.load_host, which may be called there"
-        )
-
-
-def require_before(start: Start | None, layer: int) -> None:
-    """Raises ValueError where a run to `layer` would start behind it."""
-    if start is not None and start.layer > layer:
-        raise ValueError(
-            f"this run ends before block {layer}, but its start is block {start.layer}; take an earlier start"
-        )
-
-
-def require_kept(prefix: Any, layer: int) -> None:
-    """Raises ValueError where a run would start before the first layer that a prefix keeps (`repeat_prefix(..., from_layer)`)."""
-    first = getattr(prefix, "from_layer", 0)
-    if layer < first:
-        raise ValueError(
-            f"this prefix keeps layers from {first} on only (repeat_prefix with from_layer={first}), but the run starts "
-            f"at layer {layer}; take the whole prefix, or a start at layer {first} or later"
-        )

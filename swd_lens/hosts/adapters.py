@@ -2,7 +2,7 @@
 
 transformers reads such a folder without its adapter where peft is missing, and with peft leaves the adapter's modules in the
 model, where a matrix is no longer one matrix. So the adapter is merged into the weights, in a folder of its own (made.py). A
-model in memory that still has one is refused (`adapter_in`).
+model in memory that still has one is refused (`require_no_adapter`).
 """
 
 import hashlib
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from swd_lens.base.errors import legible
-from swd_lens.base.machine import is_out_of_memory
-from swd_lens.hosts.made import made_folder
+from swd_lens.base.errors import UnsupportedHostError, legible
+from swd_lens.hosts.made import made_folder, refused_as
 
 CONFIG = "adapter_config.json"
 WHAT = "a model with its adapter merged"
@@ -51,23 +51,19 @@ def _merge(folder: Path, files: list[Path], dtype: torch.dtype, to: Path) -> str
                 (Path(plain) / path.name).symlink_to(path.resolve())
         base: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(plain, local_files_only=True)
-    try:
+    with refused_as(f"peft cannot merge the adapter in {legible(folder)}"):
         model: Any = PeftModel.from_pretrained(base, str(folder))
         whole = model.merge_and_unload(safe_merge=True)
-    except Exception as cause:  # whatever peft raises on an adapter of another model
-        if is_out_of_memory(cause):
-            raise
-        raise ValueError(
-            f"peft cannot merge the adapter in {legible(folder)}: {legible(str(cause) or type(cause).__name__)}"
-        ) from cause
     whole.save_pretrained(to)
     tokenizer.save_pretrained(to)
     return f"{folder.resolve().name}, adapter merged"
 
 
-def adapter_in(model: Any) -> str | None:
-    """The class of a module that peft has put into a model; None where there is none."""
+def require_no_adapter(model: nn.Module) -> None:
+    """Raise UnsupportedHostError where peft has put a module into a model."""
     for module in model.modules():
         if type(module).__module__.partition(".")[0] == "peft":
-            return type(module).__name__
-    return None
+            raise UnsupportedHostError(
+                f"this model has an adapter in it ({type(module).__name__}): its matrices are sums of two. Merge it first: "
+                "model.merge_and_unload(), then save_pretrained(folder) and swd_lens.load_host(folder)"
+            )

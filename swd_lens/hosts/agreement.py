@@ -43,7 +43,7 @@ def difference_of(model: Any) -> float | None:
 
 
 class Reference:
-    """What transformers' own model says of a row of tokens; a host of the same checkpoint has to say the same.
+    """The logits of transformers' own model for a row of tokens, which a host of the same checkpoint must give, too.
 
     Attributes:
         row: (1, pos) ids; None until a model was seen that gives logits for them.
@@ -85,7 +85,7 @@ class Reference:
         self.row, self.logits = row, logits
 
     def require(self, model: Any, kind: str, other: str | None) -> None:
-        """Do nothing where the host gives the same logits.
+        """Require that the host gives the same logits.
 
         Args:
             kind: "HookedTransformer" or "TransformerBridge".
@@ -121,24 +121,18 @@ class Reference:
         _FOUND[model] = difference
         steps = 1 if self.exact else 4
         refused, warned = max(REFUSED, 2 * steps * self.step), max(WARNED, steps * self.step)
-        n_tokens, versions = self.row.shape[1], _versions()
+        found = (
+            f"this {kind} of {legible(self.name)} gives other logits than transformers' own model of the same checkpoint: by "
+            f"up to {difference:.2g} of the largest, at position {position} of a row of {self.row.shape[1]} tokens "
+            f"({_versions()})"
+        )
         if not difference <= refused:  # nor where it is NaN
             advice = "Another version of transformer_lens may agree" if other is None else f'Try kind="{other}"'
             raise HostDiffersError(
-                f"this {kind} of {self.name} gives other logits than transformers' own model of the same checkpoint: by "
-                f"up to {difference:.2g} of the largest, at position {position} of a row of {n_tokens} tokens "
-                f"({versions}). What is measured on it says nothing of the model. {advice}; check=False loads it all the "
-                "same"
+                f"{found}. What is measured on it says nothing of the model. {advice}; check=False loads it all the same"
             )
         if difference > warned:
-            warnings.warn(
-                UserWarning(
-                    f"this {kind} of {legible(self.name)} gives other logits than transformers' own model of the same "
-                    f"checkpoint: by up to {difference:.2g} of the largest, at position {position} of a row of {n_tokens} "
-                    f"tokens ({versions}), which is more than rounding makes"
-                ),
-                stacklevel=callers_level(),
-            )
+            warnings.warn(UserWarning(f"{found}, which is more than rounding makes"), stacklevel=callers_level())
 
     def _difference(self, logits: Float[Tensor, "1 pos _vocab"]) -> tuple[float, int]:
         """The largest difference over the largest logit, and its position. Vocabularies may be padded."""

@@ -22,8 +22,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.errors import UnsupportedHostError, quoted
-from swd_lens.hosts import Host
 from swd_lens.hosts.families import POSITIONS, SCORED_ATTENTION, Positions, facts_of
+from swd_lens.hosts.host import Host
 from swd_lens.hosts.recording import record
 
 
@@ -119,7 +119,7 @@ def heads_of(host: Host, layer: int) -> Heads:
 
 
 def _refuse(layer: int, features: dict[str, bool]) -> None:
-    """Raises UnsupportedHostError, naming the first feature that the layer has."""
+    """Raise UnsupportedHostError, naming the first feature that the layer has."""
     for feature, present in features.items():
         if present:
             raise UnsupportedHostError(
@@ -152,17 +152,9 @@ def _hooked_heads(host: Host, layer: int, attn: Any, positions: Positions) -> He
         },
     )
     query_bias, key_bias = (matrices(attn, part)[1].detach().float() for part in "QK")
+    n_heads, n_key_heads, scale = len(query_bias), len(key_bias), 1 / float(attn.attn_scale)
     return Heads(
-        layer,
-        query_bias.shape[0],
-        key_bias.shape[0],
-        int(cfg.d_head),
-        1 / float(attn.attn_scale),
-        positions,
-        query_bias=query_bias,
-        key_bias=key_bias,
-        query_norm=norms[0],
-        key_norm=norms[1],
+        *(layer, n_heads, n_key_heads, int(cfg.d_head), scale, positions, query_bias, key_bias, *norms),
         slopes=attn.create_alibi_multipliers(cfg.n_heads).to(query_bias) if positions == "alibi" else None,
         soft_cap=facts_of(host.model).score_cap,
     )
@@ -197,37 +189,21 @@ def _bridge_heads(host: Host, layer: int, attn: Any, positions: Positions) -> He
             "one norm over all heads": any(n is not None and n.weight.shape != (d_head,) for n in norms),
         },
     )
-    query_bias, key_bias = (_bridge_bias(leaves[part], d_head) for part in ("attn_q", "attn_k"))
+    biases = []
+    for leaf in (leaves["attn_q"], leaves["attn_k"]):
+        weight = matrix(leaf).detach()
+        bias = weight.new_zeros(weight.shape[1]) if leaf.bias is None else leaf.bias.detach()
+        biases.append(bias.float().view(-1, d_head))
+    query_bias, key_bias = biases
     scale, cap = d_head**-0.5, None
     if scored.own_scale:
         scale, cap = float(getattr(module, "scaling", scale)), getattr(module, "attn_logit_softcapping", None)
     elif scored.scaled_by_layer and getattr(cfg, "scale_attn_by_inverse_layer_idx", False):
         scale /= layer + 1
     return Heads(
-        layer,
-        query_bias.shape[0],
-        key_bias.shape[0],
-        d_head,
-        scale,
-        positions,
-        query_bias=query_bias,
-        key_bias=key_bias,
-        query_norm=norms[0],
-        key_norm=norms[1],
+        *(layer, len(query_bias), len(key_bias), d_head, scale, positions, query_bias, key_bias, *norms),
         soft_cap=None if cap is None else float(cap),
     )
-
-
-def _bridge_bias(leaf: Any, d_head: int) -> Float[Tensor, "_head d_head"]:
-    from swd_lens.hosts.bridge.leaves import matrix
-
-    weight = matrix(leaf).detach()
-    flat = (
-        torch.zeros(weight.shape[1], device=weight.device, dtype=torch.float32)
-        if leaf.bias is None
-        else leaf.bias.detach().float()
-    )
-    return flat.view(-1, d_head)
 
 
 def _bridge_norm(attn: Any, name: str) -> HeadNorm | None:
@@ -296,9 +272,17 @@ def rotations(host: Host, heads: Sequence[Heads], n_pos: int) -> dict[int, Rotat
     layers = [layer.layer for layer in heads if layer.positions == "rotary"]
     if not layers:
         return by_layer
-    facts = facts_of(host.model)
+    facts, cfg = facts_of(host.model), host.model.cfg
     if not facts.bridge:
-        return by_layer | {layer: _hooked_rotation(host, layer, n_pos) for layer in layers}
+        for layer in layers:
+            attn = host.model.blocks[layer].attn
+            sin, cos = attn.rotary_sin, attn.rotary_cos
+            if n_pos > len(cos):
+                # Upstream makes its tables longer when a prompt needs it; here they are made, and left alone.
+                how: dict[str, Any] = {"base": attn._rotary_base(), "dtype": torch.float32}
+                sin, cos = attn.calculate_sin_cos_rotary(cfg.rotary_dim, n_pos, **how)
+            by_layer[layer] = Rotation(cos[:n_pos].float(), sin[:n_pos].float(), bool(cfg.rotary_adjacent_pairs))
+        return by_layer
     names = {layer: [f"blocks.{layer}.attn.hook_{part}" for part in ("cos", "sin")] for layer in layers}
     seen = record(
         host,
@@ -314,12 +298,3 @@ def rotations(host: Host, heads: Sequence[Heads], n_pos: int) -> dict[int, Rotat
             )
         by_layer[layer] = Rotation(seen[pair[0]], seen[pair[1]], facts.adjacent_pairs)
     return by_layer
-
-
-def _hooked_rotation(host: Host, layer: int, n_pos: int) -> Rotation:
-    attn, cfg = host.model.blocks[layer].attn, host.model.cfg
-    sin, cos = attn.rotary_sin, attn.rotary_cos
-    if n_pos > len(cos):
-        # Upstream makes its tables longer when a prompt needs it; here they are made, and left alone.
-        sin, cos = attn.calculate_sin_cos_rotary(cfg.rotary_dim, n_pos, base=attn._rotary_base(), dtype=torch.float32)
-    return Rotation(cos[:n_pos].float(), sin[:n_pos].float(), bool(cfg.rotary_adjacent_pairs))

@@ -1,7 +1,8 @@
 """Families: what swd_lens knows of architectures by name, and what a model's settings say of its own.
 
 1. `FAMILIES` has one record for each family that needs one: what its checkpoints call their matrices, and whether they hold
-   query, key and value as one. A family without a record works, too; its sites go by swd_lens' own names only.
+   query, key and value as one. A family without a record works, too; its sites go by swd_lens' own names only. To add one, write
+   its record here, and its small checkpoint in tests/families.py, on which the tests of all families then run.
 2. `SCORED_ATTENTION` and `CACHE_LAYERS` say the same of parts: attention components of bridges whose scores are known, and
    layers of Hugging Face's caches that can be kept and run on.
 3. `facts_of(model)` reads everything else off the settings, in one place: norm, positions, direction, activation, soft caps.
@@ -22,14 +23,18 @@ class Family:
     Attributes:
         architectures: how the names of its model classes in Hugging Face begin.
         packed: its checkpoints hold query, key and value as one matrix: attn_qkv is a site, and its parts are alternatives.
+        own_reader: HookedTransformer reads its weights in a way of its own, not off transformers' model.
         encoder: HookedTransformer's reader of configurations knows it, HookedTransformer itself does not (HookedEncoder and
             others were for it).
-        modules: kind of a site -> what its module is called, relative to the model's list of blocks.
+        blocks: path of the list of blocks in Hugging Face's model, with further ones where a model has it elsewhere.
+        modules: kind of a site -> what its module is called within a block.
     """
 
     architectures: tuple[str, ...]
     packed: bool = False
+    own_reader: bool = False
     encoder: bool = False
+    blocks: tuple[str, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -39,6 +44,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(
         ("GPT2LMHead",),
         packed=True,
+        blocks=("transformer.h",),
         modules={
             "attn_qkv": "attn.c_attn",
             "attn_o": "attn.c_proj",
@@ -49,6 +55,7 @@ FAMILIES: Mapping[str, Family] = {
     "neox": Family(
         ("GPTNeoXForCausalLM",),
         packed=True,
+        blocks=("gpt_neox.layers",),
         modules={
             "attn_qkv": "attention.query_key_value",
             "attn_o": "attention.dense",
@@ -62,6 +69,7 @@ FAMILIES: Mapping[str, Family] = {
     # And those that call their modules as Llama does: Mistral, Gemma, OLMo and others.
     "llama": Family(
         ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM"),
+        blocks=("model.layers", "model.language_model.layers"),
         modules={
             "attn_q": "self_attn.q_proj",
             "attn_k": "self_attn.k_proj",
@@ -73,6 +81,7 @@ FAMILIES: Mapping[str, Family] = {
     # Three layers in four are linear attention (a gated delta net).
     "qwen3_5": Family(
         ("Qwen3_5ForCausalLM",),
+        blocks=("model.layers", "model.language_model.layers"),
         modules={
             "attn_qkv": "linear_attn.in_proj_qkv",
             "attn_gate": "linear_attn.in_proj_z",
@@ -85,6 +94,7 @@ FAMILIES: Mapping[str, Family] = {
     "bert": Family(
         ("Bert",),
         encoder=True,
+        blocks=("bert.encoder.layer",),
         modules={
             "attn_q": "attention.self.query",
             "attn_k": "attention.self.key",
@@ -94,6 +104,8 @@ FAMILIES: Mapping[str, Family] = {
             "mlp_out": "output.dense",
         },
     ),
+    "gemma3 with images": Family(("Gemma3ForConditionalGeneration",), own_reader=True),
+    "gpt_oss": Family(("GptOssForCausalLM",), own_reader=True),
     "t5": Family(("T5",), encoder=True),
     "hubert": Family(("Hubert",), encoder=True),
 }
@@ -104,9 +116,39 @@ def family_of(architecture: str | None) -> Family:
     return next((f for f in FAMILIES.values() if str(architecture).startswith(f.architectures)), Family(()))
 
 
+def block_paths() -> list[str]:
+    """The families' paths of their lists of blocks, each once."""
+    return list(dict.fromkeys(path for family in FAMILIES.values() for path in family.blocks))
+
+
 def module_names(kind: str) -> list[str]:
-    """What the families call the module of a kind, each name once."""
+    """The families' names of the module of a kind, each once."""
     return list(dict.fromkeys(f.modules[kind] for f in FAMILIES.values() if kind in f.modules))
+
+
+def module_paths(layer: int, kind: str) -> list[str]:
+    """Names of a kind's module within the list of blocks, "h.8.mlp.c_proj": every list with every module, since a family
+    without a record may combine them."""
+    roots = dict.fromkeys(path.rpartition(".")[2] for path in block_paths())
+    return [f"{root}.{layer}.{name}" for root in roots for name in module_names(kind)]
+
+
+def has_hooked_transformer() -> bool:
+    """Whether this transformer_lens has HookedTransformer (3.9); in 4.x the name itself raises."""
+    try:
+        from transformer_lens import HookedTransformer  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def require_hooked_transformer(error: type[Exception]) -> None:
+    """Raise `error` where this transformer_lens has no HookedTransformer."""
+    if not has_hooked_transformer():
+        raise error(
+            "this transformer_lens has no HookedTransformer; install 'transformer_lens>=3.9,<4', or load a "
+            'TransformerBridge: kind="bridge"'
+        )
 
 
 # ---------------------------------------------------------------------------------------------- parts
@@ -164,7 +206,7 @@ _MIXING = ("solu", "softmax")
 
 @dataclass(frozen=True)
 class Facts:
-    """What a model's settings say.
+    """A model's properties, read off its settings.
 
     Attributes:
         bridge: a TransformerBridge, else a HookedTransformer.

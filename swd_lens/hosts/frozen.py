@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from swd_lens.base.undo import Undo
-from swd_lens.hosts import Host
+from swd_lens.hosts.host import Host
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.undo import Undo
-from swd_lens.hosts import Host
+from swd_lens.hosts.host import Host
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.verified import verified
 
@@ -64,7 +64,8 @@ def _fuses(host: Host, tokens: Tensor, undo: Undo) -> bool:
     dtype = next(host.model.parameters()).dtype
     if host.model in _OPEN:
         return True
-    if tokens.numel() == 0 or cfg.n_heads * tokens.shape[1] ** 2 < MIN_SCORES or _is_compiled(host.model):
+    compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in host.model.modules())
+    if tokens.numel() == 0 or cfg.n_heads * tokens.shape[1] ** 2 < MIN_SCORES or compiled:
         return False
     if not host.fuse_attention(undo.push):
         return False
@@ -92,10 +93,6 @@ def _fuses(host: Host, tokens: Tensor, undo: Undo) -> bool:
 def _last_logits(host: Host, tokens: Tensor) -> Float[Tensor, "1 _pos vocab"]:
     residual = host.residual(tokens, len(host.model.blocks))
     return host.unembed(tokens[:, -_CHECKED_POSITIONS:], residual[:, -_CHECKED_POSITIONS:])
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
 
 
 # ---------------------------------------------------------------------------------------------- what a layer asks

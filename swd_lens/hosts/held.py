@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from swd_lens.base.undo import Undo
-from swd_lens.hosts import Host
 from swd_lens.hosts.families import Facts, facts_of
+from swd_lens.hosts.host import Host
 from swd_lens.hosts.sites import Site
 
 
@@ -86,4 +86,4 @@ def held_behind(host: Host, site: Site, x: Float[Tensor, "*n d_model"]) -> HeldN
     if norm is None:
         return None
     facts = facts_of(host.model)
-    return HeldNorm(facts.norm == "layer", host.norm_weight(norm), inverse_scale(facts, x))
+    return HeldNorm(facts.norm == "layer", host.norm_affine(norm).scale, inverse_scale(facts, x))

@@ -18,20 +18,20 @@ weights as they were trained.
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from swd_lens.base.checks import one_of
 from swd_lens.base.errors import UnsupportedHostError, errors_seen, legible, quoted
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import adapters
 from swd_lens.hosts.agreement import Reference
-from swd_lens.hosts.embedded import check_kind
-from swd_lens.hosts.families import family_of
+from swd_lens.hosts.embedded import KINDS
+from swd_lens.hosts.families import family_of, has_hooked_transformer, require_hooked_transformer
 from swd_lens.hosts.gguf import dequantized, gguf_file
 from swd_lens.hosts.language import require_language_model
 from swd_lens.tasks.encoding import adds_bos
@@ -82,8 +82,12 @@ def load_host(
     Warns:
         UserWarning: a logit is off by more than 1e-4 of the largest, or the host could not be compared.
     """
-    check_kind(kind)
-    precision = _precision(dtype)
+    one_of("kind", kind, KINDS)
+    precision = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(precision, torch.dtype) or not precision.is_floating_point:
+        raise ValueError(
+            f"dtype={quoted(dtype)}: give a floating dtype, torch.float32, torch.bfloat16 or torch.float16"
+        )
     if device_map is not None:
         if kind == "hooked" or device is not None:
             other = 'kind="hooked"' if kind == "hooked" else f"device={device!r}"
@@ -113,15 +117,6 @@ def load_host(
     return model
 
 
-def _precision(dtype: torch.dtype | str) -> torch.dtype:
-    precision = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(precision, torch.dtype) or not precision.is_floating_point:
-        raise ValueError(
-            f"dtype={quoted(dtype)}: give a floating dtype, torch.float32, torch.bfloat16 or torch.float16"
-        )
-    return precision
-
-
 @dataclass
 class _Loading:
     """One checkpoint, to be loaded as one kind of host or another; `other` is a kind that the user may try yet.
@@ -148,7 +143,7 @@ class _Loading:
                 if kind == "hooked":
                     raise
         # Behind the error, which held a refused host.
-        return self.bridge(other="hooked" if kind == "bridge" and _has_hooked_transformer() else None)
+        return self.bridge(other="hooked" if kind == "bridge" and has_hooked_transformer() else None)
 
     def bridge(self, other: str | None) -> Any:
         from transformer_lens.model_bridge import TransformerBridge
@@ -165,11 +160,7 @@ class _Loading:
         return model
 
     def hooked(self, other: str | None) -> Any:
-        if not _has_hooked_transformer():
-            raise UnsupportedHostError(
-                "this transformer_lens has no HookedTransformer; install 'transformer_lens>=3.9,<4', or load a "
-                'TransformerBridge: kind="bridge"'
-            )
+        require_hooked_transformer(UnsupportedHostError)
         from transformer_lens import HookedTransformer
 
         config, reference = _config(self.name, self.folder, self.device, self.dtype), self._reference()
@@ -192,14 +183,6 @@ class _Loading:
 
     def _reference(self) -> Reference | None:
         return Reference(self.label or self.name) if self.check else None
-
-
-def _has_hooked_transformer() -> bool:
-    try:
-        from transformer_lens import HookedTransformer  # noqa: F401  (in 4.x the name itself raises)
-    except ImportError:
-        return False
-    return True
 
 
 class _Seen:
@@ -247,15 +230,23 @@ def _config(name: str, folder: Path | None, device: str | None, dtype: torch.dty
     """HookedTransformer's configuration of a checkpoint that it can load."""
     from transformer_lens import loading_from_pretrained as loading
 
-    with nullcontext(name) if folder is None else _readable_config(folder) as where:
-        try:
-            if folder is None:
+    with tempfile.TemporaryDirectory() as temporary:
+        where = name
+        if folder is None:
+            try:
                 loading.get_official_model_name(name)
-        except ValueError:
-            raise UnsupportedHostError(
-                f"HookedTransformer does not know a model named {quoted(name)}. Load it as a TransformerBridge: "
-                'kind="bridge"'
-            ) from None
+            except ValueError:
+                raise UnsupportedHostError(
+                    f"HookedTransformer does not know a model named {quoted(name)}. Load it as a TransformerBridge: "
+                    'kind="bridge"'
+                ) from None
+        else:
+            # TransformerLens 3.9 asks GPT-2 for n_ctx, which transformers 5 no longer writes.
+            settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            if "n_positions" in settings:
+                settings.setdefault("n_ctx", settings["n_positions"])
+            where = temporary
+            (Path(where) / "config.json").write_text(json.dumps(settings), encoding="utf-8")
         try:
             config = loading.get_pretrained_model_config(where, fold_ln=False, device=device, dtype=dtype)
         except NotImplementedError as cause:
@@ -272,7 +263,6 @@ def _config(name: str, folder: Path | None, device: str | None, dtype: torch.dty
 
 # Names whose weights HookedTransformer reads in a way of its own: no model of transformers, code from the hub, or another class.
 _READ_OTHERWISE = ("NeelNanda", "ArthurConmy", "Baidicoot")
-_ARCHITECTURES_READ_OTHERWISE = ("Gemma3ForConditionalGeneration", "GptOssForCausalLM")
 
 
 def _network_of_name(name: str, config: Any, dtype: torch.dtype) -> Any:
@@ -282,7 +272,7 @@ def _network_of_name(name: str, config: Any, dtype: torch.dtype) -> Any:
 
     official = loading.get_official_model_name(name)
     otherwise = (*_READ_OTHERWISE, *loading.NEED_REMOTE_CODE_MODELS, *loading.NON_HF_HOSTED_MODEL_NAMES)
-    if official.startswith(otherwise) or config.original_architecture in _ARCHITECTURES_READ_OTHERWISE:
+    if official.startswith(otherwise) or family_of(config.original_architecture).own_reader:
         return None
     return _whole(AutoModelForCausalLM, official, dtype=dtype, attn_implementation="eager")
 
@@ -306,14 +296,3 @@ def _load_folder(
     # In one go, where load_and_process_state_dict walks the model once for each tensor: 1 s in place of 10 of 135M parameters.
     model.load_state_dict(model.fill_missing_keys(state), strict=False)
     return model.eval()
-
-
-@contextmanager
-def _readable_config(folder: Path) -> Iterator[str]:
-    """A folder whose config.json TransformerLens 3.9 can read: it asks GPT-2 for n_ctx, which transformers 5 no longer writes."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if "n_positions" in config:
-        config.setdefault("n_ctx", config["n_positions"])
-    with tempfile.TemporaryDirectory() as temporary:
-        (Path(temporary) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        yield temporary

@@ -7,12 +7,15 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from swd_lens.base import __version__
+from swd_lens.base.errors import legible
 from swd_lens.base.files import remove_remains, workplace_beside
+from swd_lens.base.machine import is_out_of_memory
 from swd_lens.base.sealed import hashes_of, read_sealed, require_hashes, write_sealed
 from swd_lens.base.writer import writing_file
 
@@ -40,27 +43,32 @@ def made_folder(place: str, what: str, source: Mapping[str, Any], make: Callable
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Who comes second waits, and then reads what the first one wrote. A name beside the folder is held: itself is exchanged.
     with writing_file(folder.with_name(f"{folder.name}.making"), f"making {what}", wait=True):
-        if not _is_whole(folder, what):
-            _write(folder, source, make)
-        return folder, str(read_sealed(folder / SOURCE, what)["model"])
+        with suppress(FileNotFoundError, ValueError, KeyError):  # made already, and whole
+            said = read_sealed(folder / SOURCE, what)
+            require_hashes(folder, said["files"], what)
+            return folder, str(said["model"])
+        remove_remains(folder.parent, folder.name)
+        with workplace_beside(folder) as workplace:
+            label = make(workplace)
+            files = hashes_of(workplace, sorted(path.name for path in workplace.iterdir()))
+            write_sealed(workplace / SOURCE, {"model": label, **source, "swd_lens": __version__, "files": files})
+            for path in workplace.iterdir():  # safetensors writes files that only their owner can read
+                path.chmod((workplace / SOURCE).stat().st_mode)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(workplace, folder)
+        return folder, label
 
 
-def _is_whole(folder: Path, what: str) -> bool:
+@contextmanager
+def refused_as(message: str) -> Iterator[None]:
+    """While open, whatever a library raises on a file that it cannot use becomes a ValueError; a lack of memory does not.
+
+    Args:
+        message: begins the error; the library's own words end it.
+    """
     try:
-        require_hashes(folder, read_sealed(folder / SOURCE, what)["files"], what)
-    except (FileNotFoundError, ValueError, KeyError):
-        return False
-    return True
-
-
-def _write(folder: Path, source: Mapping[str, Any], make: Callable[[Path], str]) -> None:
-    remove_remains(folder.parent, folder.name)
-    with workplace_beside(folder) as workplace:
-        label = make(workplace)
-        names = sorted(path.name for path in workplace.iterdir())
-        said = {"model": label, **source, "swd_lens": __version__}
-        write_sealed(workplace / SOURCE, {**said, "files": hashes_of(workplace, names)})
-        for path in workplace.iterdir():  # safetensors writes files that only their owner can read
-            path.chmod((workplace / SOURCE).stat().st_mode)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(workplace, folder)
+        yield
+    except Exception as cause:
+        if is_out_of_memory(cause):
+            raise
+        raise ValueError(f"{message}: {legible(str(cause) or type(cause).__name__)}") from cause

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from swd_lens.base.divergence import CHUNK_BYTES
-from swd_lens.hosts import Host, Start
+from swd_lens.hosts.host import Host, Start
 from swd_lens.hosts.verified import verified
 
 TOKENS = 2_048  # of a forward, where its caller says nothing else
@@ -66,13 +66,13 @@ class Predictions:
         self._starts: dict[int, bool] = {}  # block -> whether runs that take up there end in the logits of whole ones
 
     def start(self, rows: Int[Tensor, "rows pos"], layer: int) -> Start | None:
-        """What enters block `layer`, for `run` of the same rows; None where runs from there have to be whole."""
+        """Prepare `run` of these rows from block `layer` on; None where runs from there have to be whole."""
         if layer not in self._starts:
             self._starts[layer] = self._agrees(rows, layer)
         return Start(layer, self.host.residual(rows, layer)) if self._starts[layer] else None
 
     def run(self, rows: Int[Tensor, "rows pos"], start: Start | None = None) -> Float[Tensor, "rows pos _width"]:
-        """What `total` takes: the last block's output, or the logits."""
+        """Run rows for `total`: gives the last block's output, or the logits where these have few enough bytes."""
         if self._unembeds_apart(rows):
             return self._residual(rows, start)
         return self.host.run(rows) if start is None else self.host.unembed(rows, self._residual(rows, start))

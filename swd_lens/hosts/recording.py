@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import UnsupportedHostError
-from swd_lens.hosts import Host, Start
+from swd_lens.hosts.host import Host, Start
 from swd_lens.hosts.sites import Site
 
 # Hooks of packages that are part of how a host runs. Of ours only those that look at it, or watch attached units: interventions
@@ -35,8 +35,13 @@ def standing_hooks(model: Any) -> dict[str, list[str]]:
 
     A name is that of the hook point or module and that of the function: "blocks.0.hook_resid_post: steer".
     """
-    names = sorted({f"{point}: {name_of(hook)}" for point, hook in _hooks(model) if not _is_part_of_the_host(hook)})
-    return {"standing_hooks": names} if names else {}
+    names: set[str] = set()
+    for point, hook in _hooks(model):
+        function = hook.func if isinstance(hook, partial) else hook
+        module = str(getattr(function, "__module__", None) or type(function).__module__)
+        if not f"{module}.".startswith(tuple(f"{package}." for package in _PARTS_OF_THE_HOST)):
+            names.add(f"{point}: {name_of(hook)}")
+    return {"standing_hooks": sorted(names)} if names else {}
 
 
 def hooks_of(point: HookPoint) -> list[Any]:
@@ -45,7 +50,7 @@ def hooks_of(point: HookPoint) -> list[Any]:
 
 
 def name_of(hook: Any) -> str:
-    """What a hook is called in its own code."""
+    """The name that a hook has in its own code."""
     function = hook.func if isinstance(hook, partial) else hook
     return getattr(function, "__qualname__", type(function).__qualname__)
 
@@ -62,18 +67,12 @@ def _hooks(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield from ((path or "the model", hook) for key, hook in hooks.items() if key not in wrapped)
 
 
-def _is_part_of_the_host(hook: Any) -> bool:
-    function = hook.func if isinstance(hook, partial) else hook
-    module = str(getattr(function, "__module__", None) or type(function).__module__)
-    return any(module == package or module.startswith(f"{package}.") for package in _PARTS_OF_THE_HOST)
-
-
 Shown = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What was seen, the last time where a run shows something more than once.
+    """Tensors that forwards have shown; the last one where a run shows something more than once.
 
     Attributes:
         inputs: site name -> (batch, pos, d_in), or what `keep` made of it.
@@ -132,7 +131,8 @@ def record(
         elif run == "last":
             logits = host.last_logits(tokens, prefix, start=start)
         else:
-            layers = [site.layer for site in (*inputs, *outputs, *units)] + [_layer_of(name) for name in hooks]
+            # "blocks.3.attn.hook_pattern" -> 3
+            layers = [site.layer for site in (*inputs, *outputs, *units)] + [int(name.split(".")[1]) for name in hooks]
             # Without a start not even the argument: hosts that take none are hosts, too.
             host.run_blocks(tokens, max(layers) + 1, **({} if start is None else {"start": start}))
     return Recording(seen.inputs, seen.outputs, seen.units, seen.hooks, seen.vectors, logits)
@@ -179,13 +179,8 @@ def recording(
     require_seen(units, seen.units, "units")
 
 
-def _layer_of(hook_name: str) -> int:
-    """blocks.3.attn.hook_pattern -> 3."""
-    return int(hook_name.split(".")[1])
-
-
 def require_seen(sites: Iterable[Site], seen: Container[str], what: str) -> None:
-    """Do nothing if every site's name is among those seen.
+    """Require that every site's name is among those seen.
 
     Args:
         what: what should have been seen there ("input", "output", "units").
@@ -202,7 +197,7 @@ def require_seen(sites: Iterable[Site], seen: Container[str], what: str) -> None
 
 
 def require_one_per_token(sites: Sequence[Site], vectors: Mapping[str, int], n_tokens: int) -> None:
-    """Do nothing if every site read one vector per token.
+    """Require that every site read one vector per token.
 
     Args:
         vectors: site name -> how many it read.

@@ -20,7 +20,7 @@ from typing import Any
 
 from swd_lens.base.display import card
 from swd_lens.base.errors import UnknownSiteError, quoted
-from swd_lens.hosts.families import module_names
+from swd_lens.hosts.families import block_paths, module_paths
 
 # Execution order within a block: a later kind of the same layer may read what an earlier one wrote.
 # attn_gate, attn_beta and attn_decay are the further input projections of linear attention (Qwen3.5's gated delta net).
@@ -84,7 +84,10 @@ _TL_NAMES = {
     "mlp_in": ("mlp.W_in",),
     "mlp_out": ("mlp.W_out",),
 }
-_HF_PREFIX = re.compile(r"^(?:transformer\.|model\.|gpt_neox\.|bert\.|encoder\.|language_model\.)+")
+# Modules around the lists of blocks of Hugging Face's models.
+_OUTER_MODULES = re.compile(
+    rf"^(?:(?:{'|'.join(sorted({m for path in block_paths() for m in path.split('.')[:-1]}))})\.)+"
+)
 _NAME = re.compile(r"^blocks\.(\d+)\.(\w+)((?:\.\w+)*)$")
 # Of a packed stack of experts; JetMoe has experts in its attention, too.
 EXPERT_KINDS = ("attn_q", "attn_o", "mlp_gate", "mlp_in", "mlp_out")
@@ -131,7 +134,7 @@ class Site:
 
 @dataclass(frozen=True)
 class BlockShapes:
-    """What a host reads off one block.
+    """The matrices of one block, as a host reads them.
 
     Attributes:
         shapes: (kind, d_in, d_out) of every matrix and of the whole MLP.
@@ -195,10 +198,9 @@ def split_name(site_name: str) -> tuple[int, str]:
 def is_site_name(name: str) -> bool:
     """Whether a name is that of a host's site (a matrix without a host may be called anything)."""
     match = _NAME.match(name)
-    return match is not None and _is_kind(match[2], match[3])
-
-
-def _is_kind(first: str, rest: str) -> bool:
+    if match is None:
+        return False
+    _, first, rest = match.groups()
     if not rest:
         return first in KINDS
     if rest[1:].isdecimal():
@@ -273,18 +275,13 @@ def select_sites(available: Sequence[Site], pattern: Pattern, alternatives: Sequ
 
 def matches(site: Site, pattern: str) -> bool:
     """Whether a pattern (see `select_sites`) names a site."""
-    stripped = _HF_PREFIX.sub("", pattern)
-    return pattern == "all" or any(fnmatchcase(alias, p) for alias in _aliases(site) for p in (pattern, stripped))
-
-
-def _aliases(site: Site) -> list[str]:
     # With underscores: as in the names of hook points.
     names = list(dict.fromkeys((site.name, site.kind, base_kind(site.kind), site.kind.replace(".", "_"))))
-    names += [f"blocks.{site.layer}.{name}" for name in names[2:]]
-    names += [f"blocks.{site.layer}.{name}" for name in _TL_NAMES.get(site.kind, ())]
-    # Hugging Face: h.{L} in GPT-2, layers.{L} in NeoX, Llama and Qwen, layer.{L} in BERT.
-    names += [f"{root}.{site.layer}.{name}" for root in ("h", "layers", "layer") for name in module_names(site.kind)]
-    return names
+    names += [f"blocks.{site.layer}.{name}" for name in (*names[2:], *_TL_NAMES.get(site.kind, ()))]
+    names += module_paths(site.layer, site.kind)
+    # A pattern may name the model's list of blocks by its whole path, or by its last part alone.
+    patterns = (pattern, _OUTER_MODULES.sub("", pattern))
+    return pattern == "all" or any(fnmatchcase(name, each) for name in names for each in patterns)
 
 
 def _nothing_matches(pattern: str, available: Sequence[Site]) -> Exception:
@@ -329,7 +326,7 @@ class Ends:
 
     @classmethod
     def of(cls, host: Any) -> "Ends":
-        """Of a Host."""
+        """Read the names off a Host."""
         cfg = host.model.cfg
         linear = {site.layer for site in host.sites() if site.kind in ("attn_beta", "attn_decay")}
         n_heads = int(cfg.n_heads)

@@ -1,17 +1,16 @@
 """Weights: the parameter that holds a site's dense matrix, how to write to it, and how to forbid that it is rewritten.
 
-1. `stored_parameters` says where the parameters of a site's matrix are kept: W_Q, W_out, ... of a HookedTransformer, the leaf's
-   weight of a bridge. `stored_matrix` is that of a site that writes to the residual stream, and can be written to: W_out and
-   W_O (as (head, d_head, d_out)), or the leaf's (nn.Linear keeps it transposed, GPT-2's Conv1D does not).
-   `Stored.matrix` is that parameter as (d_in, d_out), a view; `Stored.write` puts a matrix into it, in place, so that every
-   alias (tied names, processed weights of a bridge) has the same numbers; `Stored.names` are its keys in a state_dict.
+1. `stored_matrix` is the parameter of a site that writes to the residual stream, and can be written to: W_out and W_O (as
+   (head, d_head, d_out)) of a HookedTransformer, the leaf's weight of a bridge (nn.Linear keeps it transposed, GPT-2's Conv1D
+   does not). `Stored.matrix` is that parameter as (d_in, d_out), a view; `Stored.write` puts a matrix into it, in place, so that
+   every alias (tied names, processed weights of a bridge) has the same numbers; `Stored.names` are its keys in a state_dict.
 2. `shadow_methods` covers methods of a host for a while. A method is covered in the instance's own __dict__ by a `Shadow`,
    which knows the attachments that want it; the last one to leave takes it away, and nothing of the host's class is touched.
    A `Refusal` raises, with the reason; a host may bring other shadows (bridge: stacked weights).
 3. `keep_watch` has `host_of`, with which every function of swd_lens begins, look whether units that stand in a host still hold.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +19,8 @@ from torch import Tensor, nn
 
 from swd_lens.base.errors import UnsupportedHostError, legible
 from swd_lens.base.holding import own_method, set_own_method
-from swd_lens.hosts import STANDING, AttachmentGuard, Host, Register
-from swd_lens.hosts.families import is_hooked
-from swd_lens.hosts.sites import PACKED, RESIDUAL_MATRICES, Site
+from swd_lens.hosts.host import STANDING, AttachmentGuard, Host, Register
+from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site
 
 # ---------------------------------------------------------------------------------------------- stored matrices
 
@@ -64,24 +62,6 @@ class Stored:
         return [name for name, tensor in state.items() if (tensor.data_ptr(), tensor.shape) == own]
 
 
-def stored_parameters(host: Host, site: Site) -> list[tuple[Mapping[str, Any], str]]:
-    """Where the parameters that make up a site's matrix are kept: (a module's `_parameters`, name), of a packed site those of
-    q, k and v; of a whole MLP those of all its matrices."""
-    parts = PACKED.get(site.kind, (site.kind,))
-    block: Any = host.model.blocks[site.layer]
-    if not is_hooked(host.model):
-        from swd_lens.hosts.bridge.leaves import leaves_of_block
-
-        leaves = leaves_of_block(block)[0]
-        of_site = [leaves[site.kind]] if site.kind in leaves else [leaves[part] for part in parts if part in leaves]
-        return [(getattr(leaf, "stored_in", leaf._parameters), "weight") for leaf in of_site]
-    module = block.attn if site.kind.startswith("attn") else block.mlp
-    names = [f"W_{part.partition('_')[2]}" for part in parts]
-    if module is block.attn:  # grouped keys and values are kept as _W_K and _W_V
-        names = [f"_{name.upper()}" if f"_{name.upper()}" in module._parameters else name.upper() for name in names]
-    return [(module._parameters, name) for name in names if name in module._parameters]
-
-
 def stored_matrix(host: Host, site: Site) -> Stored:
     """Where a host keeps the matrix of an mlp_out or attn_o site.
 
@@ -92,13 +72,9 @@ def stored_matrix(host: Host, site: Site) -> Stored:
         raise UnsupportedHostError(
             f"{site.name} is not kept as one matrix to write to; {', '.join(reversed(RESIDUAL_MATRICES))} are"
         )
-    ((parameters, name),) = stored_parameters(host, site)
+    ((parameters, name),) = host.stored_parameters(site)
     kept: Any = parameters[name]
-    if is_hooked(host.model):
-        return Stored(kept, transposed=False)
-    from swd_lens.hosts.bridge.leaves import leaves_of_block
-
-    return Stored(kept, transposed=isinstance(leaves_of_block(host.model.blocks[site.layer])[0][site.kind], nn.Linear))
+    return Stored(kept, host.stores_transposed(site))
 
 
 # ---------------------------------------------------------------------------------------------- covered methods
@@ -126,7 +102,7 @@ class Refusal(Shadow):
 
 
 def refusals(names: Iterable[str], reason: str) -> dict[str, Callable[[], Shadow]]:
-    """For `shadow_methods`: each of the names raises RuntimeError; reason ends "fold_layer_norm was called ..."."""
+    """Make shadows for `shadow_methods` that raise RuntimeError; the reason ends "fold_layer_norm was called ..."."""
     return {name: lambda name=name: Refusal(name, reason) for name in names}
 
 
@@ -135,7 +111,7 @@ def shadow_methods(model: Any, make: dict[str, Callable[[], Shadow]], register: 
 
     Args:
         make: method name -> what makes its shadow.
-        register: is given the undo before anything is done; the undo may be called more than once.
+        register: is given the undo.
     """
     present = [name for name in make if getattr(type(model), name, None) is not None]
     owner = object()
@@ -157,15 +133,34 @@ def shadow_methods(model: Any, make: dict[str, Callable[[], Shadow]], register: 
         shadow.wanted_by.add(id(owner))
 
 
+def while_wanted(state: dict[str, Any], begin: Callable[[], None], end: Callable[[], None], register: Register) -> None:
+    """Keep something changed as long as one of those who asked for it still wants it.
+
+    Args:
+        state: of the object that is changed, its `__dict__`; it lists who wants the change.
+        begin: makes the change; it is called by everyone who asks.
+        end: takes the change back, after the last undo.
+        register: is given the undo.
+    """
+    owner = object()
+
+    def undo() -> None:
+        owners = state.get("unit_holders", set())
+        owners.discard(id(owner))
+        if not owners and "unit_holders" in state:
+            end()
+            del state["unit_holders"]
+
+    register(undo)
+    state.setdefault("unit_holders", set()).add(id(owner))
+    begin()
+
+
 # ---------------------------------------------------------------------------------------------- units that stand in a host
 
 
 def keep_watch(model: Any, watch: AttachmentGuard, register: Register) -> None:
-    """Have `swd_lens.hosts.host_of` call `watch.at_call(host)`, until the undo.
-
-    Args:
-        register: is given the undo before anything is done; the undo may be called more than once.
-    """
+    """Have `swd_lens.hosts.host_of` call `watch.at_call(host)`, until the undo."""
 
     def undo() -> None:
         watches = model.__dict__.get(STANDING, [])

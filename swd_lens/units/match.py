@@ -33,7 +33,6 @@ from swd_lens.base.errors import AttachError
 from swd_lens.base.snapshots import checksum
 from swd_lens.hosts import Host
 from swd_lens.hosts.sites import PACKED, RESIDUAL_MATRICES, Site
-from swd_lens.hosts.weights import stored_parameters
 from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.integrity import Offsets, Origin, Probe, fingerprint, sketch
 
@@ -47,7 +46,7 @@ def weight_fingerprint(host: Host, site: Site) -> str:
     """SHA-256 of the host's matrix at a site, see `fingerprint`; hashed again only when the matrix has changed."""
     of_site = _FINGERPRINTS.setdefault(host.model, {})
     # Read every time: versions do not see what is written through `.data`. A tenth of a hash's time.
-    state = tuple(checksum(parameters[name]) for parameters, name in stored_parameters(host, site))
+    state = tuple(checksum(parameters[name]) for parameters, name in host.stored_parameters(site))
     if site.name not in of_site or of_site[site.name][0] != state:
         of_site[site.name] = state, fingerprint(host.weight(site))
     return of_site[site.name][1]

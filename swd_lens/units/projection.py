@@ -31,7 +31,6 @@ from swd_lens.base.snapshots import TensorSnapshot, count_nonzeros
 from swd_lens.hosts import Host
 from swd_lens.hosts.recording import hooks_of, name_of
 from swd_lens.hosts.sites import Site
-from swd_lens.hosts.weights import stored_parameters
 from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.factors import EDITED, Factors
 from swd_lens.units.kernels import FactorProduct
@@ -49,7 +48,7 @@ class Watch:
 
     def __init__(self, host: Host, site: Site, units: Units):
         self.site, self.provenance = site, units.provenance
-        self.weight = TensorSnapshot(stored_parameters(host, site))
+        self.weight = TensorSnapshot(host.stored_parameters(site))
         self.factors = units.mark if isinstance(units, Factors) else None
         self.reported = False
 

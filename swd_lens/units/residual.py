@@ -146,5 +146,5 @@ def _results(cache: Any, of: UnitSet, site: str, indices: list[int], positions: 
             "run"
         )
     inverse = 1 / positions.apply(cache.cache_dict[name].float(), dim=-2)[..., 0]
-    held = HeldNorm(facts_of(of.host.model).norm == "layer", of.host.norm_weight(norm), inverse)
+    held = HeldNorm(facts_of(of.host.model).norm == "layer", of.host.norm_affine(norm).scale, inverse)
     return torch.einsum("...u,ux->u...x", z[..., indices], held.through(write)) * inverse[..., None].to(z)

@@ -69,17 +69,6 @@ def test_direct_effects_in_the_last_layer_are_all_effects():
     )
 
 
-def test_dropout_that_is_a_function_is_seen():
-    model = families.bridge("llama")
-    attention = next(m for m in model.modules() if "attention_dropout" in vars(m))
-    attention.attention_dropout = 0.5
-    factors, split = swd.baselines.svd(model, SITE_0), small_split()
-    swd.attribute(model, factors, split)  # in eval mode nothing is dropped
-    model.train()
-    with pytest.raises(ValueError, match="in train mode and drops activations out"):
-        swd.attribute(model, factors, split)
-
-
 def test_prompts_of_another_host_and_of_another_beginning_are_refused():
     model = families.bridge("llama")
     factors = swd.baselines.svd(model, SITE_0)

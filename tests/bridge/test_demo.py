@@ -52,6 +52,9 @@ def bridge():
     return load("bridge")
 
 
+every_kind = pytest.mark.parametrize("kind", ["bridge", pytest.param("hooked", marks=needs_hooked_transformer)])
+
+
 @pytest.fixture(scope="module")
 def walked():
     return walk("bridge")
@@ -69,19 +72,23 @@ def test_it_loads_without_a_warning(recwarn, capfd):
     assert cfg.d_vocab == len(model.tokenizer) and {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_strings_work(bridge):
-    assert bridge.to_str_tokens("So Mary isn't") == ["<|bos|>", "So", " Mary", " isn", "'t"]
-    assert bridge.to_tokens("So Mary")[0, 0] == bridge.tokenizer.bos_token_id
-    assert bridge.to_tokens("So Mary", prepend_bos=False).shape == (1, 2)
+@every_kind
+def test_strings_work(kind):
+    model = load(kind)
+    assert model.to_str_tokens("So Mary isn't") == ["<|bos|>", "So", " Mary", " isn", "'t"]
+    assert model.to_tokens("So Mary")[0, 0] == model.tokenizer.bos_token_id
+    assert model.to_tokens("So Mary", prepend_bos=False).shape == (1, 2)
     prompts = ["So Mary is", "The war lasted from the year 1741 to the year 17"]
     with torch.no_grad():
-        together = bridge(prompts)[:, -1]  # padded on the left, so that the last position is a word
-        alone = torch.cat([bridge(prompt)[:, -1] for prompt in prompts])
+        together = model(prompts)[:, -1]  # padded on the left, so that the last position is a word
+        alone = torch.cat([model(prompt)[:, -1] for prompt in prompts])
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)
 
 
-def test_its_matrices_are_those_of_the_file_bit_for_bit(bridge):
-    stored, host = load_file(WEIGHTS / "model.safetensors"), host_of(bridge)
+@every_kind
+def test_its_matrices_are_those_of_the_file_bit_for_bit(kind):
+    model = load(kind)
+    stored, host = load_file(WEIGHTS / "model.safetensors"), host_of(model)
     for layer in range(4):
         part = {name.removeprefix(f"blocks.{layer}."): w.float() for name, w in stored.items() if f"s.{layer}." in name}
         qkv = [part[f"attn.W_{letter}"].transpose(0, 1).flatten(1) for letter in "QKV"]
@@ -93,11 +100,13 @@ def test_its_matrices_are_those_of_the_file_bit_for_bit(bridge):
             assert torch.equal(found[kind], weight), f"blocks.{layer}.{kind}"
 
 
-def test_it_scores_what_was_reported_when_it_was_trained(bridge):
+@every_kind
+def test_it_scores_what_was_reported_when_it_was_trained(kind):
+    model = load(kind)
     reported = json.loads((WEIGHTS / "scores.json").read_text())["scores"]["test"]
-    packer = Packer(bridge.tokenizer, "test")
-    assert score.cross_entropy(bridge, packer, score.FILLER) == pytest.approx(reported["filler_ce"], rel=1e-4)
-    fresh = score.family_scores(bridge, packer, "gendered_pronoun", "test", "seen", 1000)
+    packer = Packer(model.tokenizer, "test")
+    assert score.cross_entropy(model, packer, score.FILLER) == pytest.approx(reported["filler_ce"], rel=1e-4)
+    fresh = score.family_scores(model, packer, "gendered_pronoun", "test", "seen", 1000)
     assert fresh["margin"] == pytest.approx(reported["seen"]["gendered_pronoun"]["margin"], rel=1e-4)
 
 
@@ -210,7 +219,7 @@ def test_factorize_a_checkpoint_folder(tmp_path, family):
 def test_an_unknown_kind_of_host_is_one_line(tmp_path):
     result = run("demo", "--host", "hooks", "--out", tmp_path / "out")
     assert result.exit_code == 1 and not (tmp_path / "out").exists()
-    assert "must be one of auto, hooked, bridge; got 'hooks'" in " ".join(result.stderr.split())
+    assert "kind must be one of 'auto', 'hooked', 'bridge', got 'hooks'" in " ".join(result.stderr.split())
 
 
 # ---------------------------------------------------------------------------------------------- compare_runs

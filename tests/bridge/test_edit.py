@@ -5,7 +5,6 @@ import torch
 
 from swd_lens import baselines
 from swd_lens.analysis.edit import Edit, compare_edits, edit_unit, side_effects
-from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.weights import stored_matrix
 from swd_lens.units import attach

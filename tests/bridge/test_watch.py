@@ -1,9 +1,6 @@
-"""Weights and factors under an attachment to a bridge: whoever changes them is told. tests/units/test_projection.py asks more."""
+"""Weights under an attachment to a bridge: whoever changes them is told. tests/units/test_projection.py asks more."""
 
 import copy
-import io
-import pickle
-from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from swd_lens.hosts.bridge.leaves import leaves_of_block
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
 from tests import families
-from tests.edited import FACTOR_SEEN_BY_VALUE, FACTOR_SEEN_BY_VERSION, SEEN_BY_VALUE, SEEN_BY_VERSION
+from tests.edited import SEEN_BY_VALUE, SEEN_BY_VERSION
 
 WEIGHT = "{}: the host's matrix was changed while units are attached to it"
 FACTORS = "{}: read, write or offsets were changed in place after these factors were made"

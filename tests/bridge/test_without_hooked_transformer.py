@@ -35,11 +35,6 @@ def test_solving_and_files_need_no_host(tmp_path):
     assert torch.equal(swd.FactorSet.load(tmp_path)["blocks.0.mlp_out"].read, factors.read)
 
 
-def test_what_is_no_host_is_refused():
-    with pytest.raises(swd.UnsupportedHostError, match="got Linear"):
-        swd.find_sites(torch.nn.Linear(2, 2))
-
-
 @pytest.mark.skipif(HAS_HOOKED_TRANSFORMER, reason="this transformer_lens has HookedTransformer")
 def test_asking_for_a_hooked_transformer_says_that_there_is_none(tmp_path):
     for name in ("gpt2", str(families.checkpoint("gpt2"))):

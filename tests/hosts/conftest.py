@@ -1,14 +1,10 @@
 """A checkpoint that tests may damage."""
 
-import json
 import shutil
 from pathlib import Path
+
 import pytest
-import torch
-import transformers
-from safetensors.torch import load_file, save_file
-import swd_lens as swd
-from swd_lens.hosts import adapters
+
 from tests import families
 
 

@@ -1,16 +1,12 @@
 """Checkpoint folders with an adapter beside the weights: merged, or refused; models in memory that have one are refused."""
 
-import json
-import shutil
-from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+
 import swd_lens as swd
 from swd_lens.hosts import adapters
 from tests import families
-
 
 KINDS = ("hooked", "bridge")
 

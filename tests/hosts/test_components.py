@@ -1,4 +1,4 @@
-"""model.W_Q ... model.W_out of a bridge while a matrix of theirs is attached."""
+"""model.W_Q ... model.W_out of both kinds of host while a matrix of theirs is attached."""
 
 import pytest
 import torch
@@ -6,12 +6,14 @@ import torch
 import swd_lens as swd
 from swd_lens import baselines
 from tests import families
+from tests.hosts.test_families import HAS_HOOKED
 
 
+@pytest.mark.parametrize("kind", ["bridge", "hooked"][: 1 + HAS_HOOKED])
 @pytest.mark.parametrize("name", ("gpt2", "llama"))
-def test_stacked_weights_are_refused_where_a_layer_is_attached(name):
+def test_stacked_weights_are_refused_where_a_layer_is_attached(kind, name):
     """Upstream stacks the layers that are left, and says so in a log only."""
-    model = families.bridge(name)
+    model = getattr(families, kind)(name)
     dense = {
         which: getattr(model, which)
         for which in ("W_Q", "W_O", "W_in", "W_out", "b_out" if name == "gpt2" else "W_gate")

@@ -67,7 +67,9 @@ def test_a_folder_computes_what_transformers_computes(kind, family):
     with torch.no_grad():
         assert relative(model(TOKENS), families.reference(family)(TOKENS).logits) < 1e-5
     assert type(model).__name__ == ("HookedTransformer" if kind == "hooked" else "TransformerBridge")
-    assert not model.training and model.cfg.model_name == families.checkpoint(family).name  # and not where the folder lies
+    assert (
+        not model.training and model.cfg.model_name == families.checkpoint(family).name
+    )  # and not where the folder lies
 
 
 # ---------------------------------------------------------------------------------------------- exact factors

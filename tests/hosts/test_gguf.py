@@ -3,8 +3,6 @@
 SmolLM2, which a wheel brings, is tests/real/.
 """
 
-import threading
-
 import numpy as np
 import pytest
 import torch
@@ -108,36 +106,6 @@ def test_a_file_is_dequantized_once_for_a_dtype_and_again_where_the_kept_folder_
     assert saves[2:] == [torch.float32]
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
     assert not [path for path in cache.iterdir() if path.name.endswith(".part")]
-
-
-def test_two_loads_at_once_dequantize_once(tmp_path, cache, monkeypatch):
-    file, saves = tmp_path / "Tiny.gguf", []
-    written(file)
-    save = of_gguf._save_checkpoint
-    monkeypatch.setattr(of_gguf, "_save_checkpoint", lambda *given: saves.append(1) or save(*given))
-    threads = [threading.Thread(target=of_gguf.dequantized, args=(file, torch.float32)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert saves == [1]
-
-
-def test_a_load_that_ends_half_way_leaves_nothing_that_looks_whole(tmp_path, cache, monkeypatch):
-    file = tmp_path / "Tiny.gguf"
-    written(file)
-    save = of_gguf._save_checkpoint
-
-    def interrupted(*given):
-        save(*given)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(of_gguf, "_save_checkpoint", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        load_host(str(file), "bridge")
-    assert [path.name for path in cache.iterdir() if path.is_dir()] == []
-    monkeypatch.setattr(of_gguf, "_save_checkpoint", save)
-    assert load_host(str(file), "bridge").cfg.n_layers == LAYERS
 
 
 @pytest.mark.parametrize("kind", ["hooked", "bridge"])

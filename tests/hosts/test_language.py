@@ -1,16 +1,12 @@
 """Models that are refused before a weight is read: no language models, quantized checkpoints, packed tensors."""
 
 import json
-import shutil
-from pathlib import Path
+
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-import swd_lens as swd
-from swd_lens.hosts import adapters
-from tests import families
 
+import swd_lens as swd
 
 # Of every kind that transformers would load, one or two.
 NO_HOSTS = {
@@ -65,5 +61,7 @@ def test_a_model_in_memory_whose_tensors_are_packed_is_refused(llama_folder):
     weight = network.model.layers[1].mlp.up_proj.weight.detach()
     network.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(TwoTensor(weight, weight.clone()))
     bridge = TransformerBridge.boot_transformers(str(llama_folder), hf_model=network)
-    with pytest.raises(swd.UnsupportedHostError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is a TwoTensor, no plain tensor"):
+    with pytest.raises(
+        swd.UnsupportedHostError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is a TwoTensor, no plain tensor"
+    ):
         swd.find_sites(bridge)

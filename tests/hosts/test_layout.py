@@ -1,19 +1,9 @@
 """Matrices of a HookedTransformer lie as its forward reads them, and give the same bits."""
 
-import json
-import shutil
-from pathlib import Path
-import pytest
-import torch
-import transformers
-from safetensors.torch import load_file, save_file
-import swd_lens as swd
-from swd_lens.hosts import adapters
-from tests import families
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from swd_lens.base.errors import UnsupportedHostError
+
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.load import load_host

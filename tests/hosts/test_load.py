@@ -1,23 +1,10 @@
-"""load_host: which kind of host a name gets; what is refused, and how. That folders compute what transformers does: test_families.py.
-"""
+"""load_host: which kind of host a name gets; what is refused, and how. What folders compute: test_families.py."""
 
-import json
-import shutil
-from pathlib import Path
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
-import swd_lens as swd
-from swd_lens.hosts import adapters
-from tests import families
-
-import pytest
-import torch
-from torch.profiler import ProfilerActivity, profile
 
 from swd_lens.base.errors import UnsupportedHostError
-from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.load import load_host
 from tests import families

@@ -1,19 +1,14 @@
 """Where matrices are kept, and methods that are covered while units are attached."""
 
 import copy
+
 import pytest
 import torch
+
 from swd_lens.base.errors import UnsupportedHostError
-from swd_lens.hosts import Undo, host_of
-from tests.hosts.bridge.conftest import TOKENS, DenseUnits, close, fresh, sites_with, snapshot, swap_dense, swap_in
-import pytest
-import torch
-from swd_lens import baselines
-from swd_lens.analysis.edit import Edit, compare_edits, edit_unit, side_effects
-from swd_lens.base.errors import UnsupportedHostError
-from swd_lens.hosts import find_sites, host_of
+from swd_lens.base.interrupts import Step
+from swd_lens.hosts import host_of
 from swd_lens.hosts.weights import stored_matrix
-from swd_lens.units import attach
 from tests import families
 
 
@@ -22,7 +17,7 @@ def test_what_rewrites_weights_is_refused_while_guarded(family):
     host = host_of(families.bridge(family))
     model, state = host.model, host.model.state_dict()
     before = sorted(vars(model))
-    undos: list[Undo] = []
+    undos: list[Step] = []
     for _ in range(2):
         host.guard("while units are attached", undos.append)
     undo, nested = undos

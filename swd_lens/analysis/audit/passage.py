@@ -70,7 +70,7 @@ def passages(
     for site in writing:
         both = final_inverse * inverse[site.name] if site in behind else final_inverse
         mean = float(both.mean() if counted is None else both[counted].mean())
-        first = [host.norm_weight(behind[site])] if site in behind else []
+        first = [host.norm_affine(behind[site]).scale] if site in behind else []
         by_site[site.name] = Passage((*first, final_weight), facts_of(host.model).norm == "layer", mean)
     return by_site
 

@@ -263,7 +263,7 @@ def _writings(
                 "a unit graph needs blocks that add what they write to the residual stream; in this host a norm behind "
                 f"{site.name} takes the stream itself"
             )
-        affine = Affine(host.norm_weight(norm), host.norm_shift(norm))
+        affine = host.norm_affine(norm)
         norms[site.name], written[site.name] = _fitted(host, site, affine, {False: y}, made), made
     return norms, written
 

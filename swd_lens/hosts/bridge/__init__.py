@@ -10,8 +10,8 @@
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,8 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from swd_lens.base.errors import UnsupportedHostError, callers_level, legible
-from swd_lens.hosts import Affine, Host, Register, is_centered, matrix_entries, require_matrix, require_unattached
-from swd_lens.hosts.adapters import adapter_in
+from swd_lens.hosts.adapters import require_no_adapter
 from swd_lens.hosts.bridge import fused
 from swd_lens.hosts.bridge.experts import ExpertMatrix, call_matrices
 from swd_lens.hosts.bridge.leaves import (
@@ -37,19 +36,29 @@ from swd_lens.hosts.bridge.leaves import (
 )
 from swd_lens.hosts.bridge.norms import (
     affine_of,
+    affine_of_norm,
     has_value_bias,
     is_folded,
     read_through,
     scale_of,
-    shift_of,
     written_through,
 )
 from swd_lens.hosts.bridge.running import BridgeRuns
 from swd_lens.hosts.bridge.sent import OnlyCopied
 from swd_lens.hosts.families import facts_of
+from swd_lens.hosts.host import (
+    Affine,
+    Host,
+    Register,
+    Use,
+    is_centered,
+    matrix_entries,
+    require_matrix,
+    require_unattached,
+)
 from swd_lens.hosts.language import packed_in
 from swd_lens.hosts.sites import KINDS, PACKED, RESIDUAL_MATRICES, BlockShapes, Site, base_kind
-from swd_lens.hosts.weights import Shadow, refusals, shadow_methods
+from swd_lens.hosts.weights import Shadow, refusals, shadow_methods, while_wanted
 
 # Models whose matrices were looked at, with the shapes found then: what is no site is reported once.
 _ACCEPTED: WeakKeyDictionary[nn.Module, tuple[BlockShapes, ...]] = WeakKeyDictionary()
@@ -74,12 +83,8 @@ class BridgeHost(BridgeRuns, Host):
             _ACCEPTED[model] = blocks
 
     def _require_matrices(self, blocks: tuple[BlockShapes, ...]) -> None:
-        """No matrix is left out silently: say which are no sites; raise if none is one, or some are packed or have an adapter."""
-        if (adapter := adapter_in(self.model.original_model)) is not None:
-            raise UnsupportedHostError(
-                f"this model has an adapter in it ({adapter}): its matrices are sums of two. Merge it first: "
-                "model.merge_and_unload(), then save_pretrained(folder) and swd_lens.load_host(folder)"
-            )
+        """Warn of matrices that are no sites; raise where no matrix is one, or some are packed or have an adapter."""
+        require_no_adapter(self.model.original_model)
         if (packed := packed_in(self.model.original_model)) is not None:
             raise UnsupportedHostError(
                 f"{packed}, no plain tensor: swd_lens factorizes what h @ W multiplies by. Load the model unquantized, or "
@@ -112,8 +117,16 @@ class BridgeHost(BridgeRuns, Host):
         matrices = [matrix(leaf).detach().float() for leaf in self._leaves(site)]
         return matrices[0] if len(matrices) == 1 else torch.cat(matrices, dim=1)
 
+    def stored_parameters(self, site: Site) -> list[tuple[Mapping[str, Any], str]]:
+        parts, leaves = PACKED.get(site.kind, (site.kind,)), leaves_of_block(self.model.blocks[site.layer])[0]
+        of_site = [leaves[site.kind]] if site.kind in leaves else [leaves[part] for part in parts if part in leaves]
+        return [(getattr(leaf, "stored_in", leaf._parameters), "weight") for leaf in of_site]
+
+    def stores_transposed(self, site: Site) -> bool:
+        return isinstance(self._leaves(site)[0], nn.Linear)
+
     def _leaves(self, site: Site) -> list[Any]:
-        """The site's leaf; of a packed site those of q, k and v; of a whole MLP its module."""
+        """The site's leaf; for a packed site those of q, k and v; for a whole MLP its module."""
         if site.kind == "mlp":
             return [whole_mlp(self.model.blocks[site.layer])]
         leaves = leaves_of_block(self.model.blocks[site.layer])[0]
@@ -158,31 +171,36 @@ class BridgeHost(BridgeRuns, Host):
 
     # ------------------------------------------------------------------ reading
 
-    @contextmanager
-    def inputs(self, sites: Iterable[Site], use: Callable[[Site, Tensor], None]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for site in sites:
-                self._call_leaves(site, stack.callback)
-                rows = self._watched_rows(site, stack.callback)
+    def watch_input(self, site: Site, use: Use, register: Register) -> None:
+        self._call_leaves(site, register)
+        rows = self._watched_rows(site, register)
 
-                def show(_: nn.Module, args: Any, site: Site = site, rows: Rows = rows) -> None:
-                    use(site, rows.apart(args[0]))
+        def show(_: nn.Module, args: Any) -> None:
+            use(site, rows.apart(args[0]))
 
-                # Of a packed site q's input speaks for all three.
-                stack.callback(self._leaves(site)[0].register_forward_pre_hook(show).remove)
-            yield
+        # The input of q speaks for all three of a packed site.
+        register(self._leaves(site)[0].register_forward_pre_hook(show).remove)
 
-    @contextmanager
-    def outputs(self, sites: Iterable[Site], use: Callable[[Site, Tensor], None]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for site in sites:
-                self._call_leaves(site, stack.callback)
-                rows = self._watched_rows(site, stack.callback)
-                leaves, parts = self._leaves(site), {}
-                for part, leaf in enumerate(leaves):
-                    gather = _gatherer(site, part, len(leaves), parts, rows, use)
-                    stack.callback(leaf.register_forward_hook(gather).remove)
-            yield
+    def watch_output(self, site: Site, use: Use, register: Register) -> None:
+        self._call_leaves(site, register)
+        rows, leaves, parts = self._watched_rows(site, register), self._leaves(site), {}
+
+        def gather(part: int, leaf: nn.Module, args: Any, out: Tensor) -> Tensor | None:
+            """Hand over the outputs of all leaves side by side, once the last of them is there."""
+            if part in parts:  # an earlier forward was left half-way
+                parts.clear()
+            # An expert writes nothing at the tokens of others.
+            out = out * leaf.routed[:, None] if isinstance(leaf, ExpertMatrix) and leaf.routed is not None else out
+            parts[part] = shown = rows.apart(out)
+            if len(parts) == len(leaves):
+                whole = torch.cat([parts[i] for i in range(len(leaves))], dim=-1) if len(leaves) > 1 else shown
+                parts.clear()
+                use(site, whole)
+            # Flat rows go on from the tensor that was shown, so that it has a gradient.
+            return None if shown is out else shown.flatten(0, 1)
+
+        for part, leaf in enumerate(leaves):
+            register(leaf.register_forward_hook(partial(gather, part)).remove)
 
     def _watched_rows(self, site: Site, register: Register) -> Rows:
         """Batch and positions of the site's block, noted until the undo."""
@@ -199,20 +217,10 @@ class BridgeHost(BridgeRuns, Host):
             return
         mlp = self.model.blocks[site.layer]._modules.get("mlp") if site.kind.startswith("mlp") else None
         state: dict[str, Any] = {} if mlp is None else mlp.__dict__
-        if not (state.get("_use_processed_weights") or state.get("_unit_holders")):
+        if not (state.get("_use_processed_weights") or state.get("unit_holders")):
             return
-        holder = object()
-
-        def undo() -> None:
-            holders = state.get("_unit_holders", set())
-            holders.discard(id(holder))
-            if not holders and "_unit_holders" in state:
-                state["_use_processed_weights"] = True
-                del state["_unit_holders"]
-
-        register(undo)
-        state.setdefault("_unit_holders", set()).add(id(holder))
-        state["_use_processed_weights"] = False
+        use = partial(state.__setitem__, "_use_processed_weights")
+        while_wanted(state, partial(use, False), partial(use, True), register)
 
     def readout(self) -> tuple[Float[Tensor, " d_model"] | None, Float[Tensor, "d_model vocab"]]:
         unembed, norm = self.model._modules.get("unembed"), self.model._modules.get("ln_final")
@@ -221,13 +229,10 @@ class BridgeHost(BridgeRuns, Host):
                 f"{type(self.model.adapter).__name__}: this model does not read next-token logits off its last block, so "
                 "a write vector has no direct effect on them; take a decoder-only model"
             )
-        return self.norm_weight(norm), unembed.W_U.detach().float()
+        return None if norm is None else scale_of(norm), unembed.W_U.detach().float()
 
-    def norm_weight(self, norm: nn.Module | None) -> Float[Tensor, " d_model"] | None:
-        return None if norm is None else scale_of(norm)
-
-    def norm_shift(self, norm: nn.Module | None) -> Float[Tensor, " d_model"] | None:
-        return None if norm is None else shift_of(norm)
+    def norm_affine(self, norm: nn.Module) -> Affine:
+        return affine_of_norm(norm)
 
     # ------------------------------------------------------------------ swapping
 
@@ -273,12 +278,9 @@ class BridgeHost(BridgeRuns, Host):
         block = self.model.blocks[site.layer]
         swappable = (*leaves_of_block(block)[0].values(), whole_mlp(block))
         require_unattached(site, {mounted_site(module) for module in swappable if module is not None})
-        flags = ()
-        if site.kind == "attn_o":
-            flags = ("use_attn_result",)
-        elif site.kind in ("attn_qkv", *PACKED["attn_qkv"]):
-            flags = ("use_split_qkv_input", "use_attn_in")
-        for flag in flags:
+        reads = ("use_split_qkv_input", "use_attn_in")
+        flags = {"attn_o": ("use_attn_result",), **dict.fromkeys(("attn_qkv", *PACKED["attn_qkv"]), reads)}
+        for flag in flags.get(site.kind, ()):
             if getattr(self.model.cfg, flag, False):
                 raise UnsupportedHostError(
                     f"cfg.{flag} is on: {site.name} would be computed head by head instead of as one vector per position. "
@@ -290,7 +292,7 @@ class BridgeHost(BridgeRuns, Host):
 
 
 class _StackedWeights(Shadow):
-    """Stacks a parameter over the layers, unless one of its matrices is attached: upstream would leave that layer out."""
+    """Stand in for `_stack_block_params`: refuse where a matrix is attached, whose layer upstream would leave out."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -310,7 +312,7 @@ class _StackedWeights(Shadow):
 
 
 class _Parameters(Shadow):
-    """get_params, which tl_parameters and SVDInterpreter read: upstream zeroes or leaves out what is not in use."""
+    """Refuse get_params, which tl_parameters and SVDInterpreter read: upstream zeroes or leaves out what is not in use."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
@@ -318,29 +320,3 @@ class _Parameters(Shadow):
             "attached: transformer_lens would leave attached matrices out or give zeros. Detach first, or take "
             "state_dict()"
         )
-
-
-def _gatherer(
-    site: Site,
-    part: int,
-    n_parts: int,
-    parts: dict[int, Tensor],
-    rows: Rows,
-    use: Callable[[Site, Tensor], None],
-) -> Any:
-    """A forward hook that hands over the outputs of all parts side by side, once the last of them is there."""
-
-    def gather(leaf: nn.Module, args: Any, out: Tensor) -> Tensor | None:
-        if part in parts:  # an earlier forward was left half-way
-            parts.clear()
-        # An expert writes nothing at the tokens of others.
-        out = out * leaf.routed[:, None] if isinstance(leaf, ExpertMatrix) and leaf.routed is not None else out
-        parts[part] = shown = rows.apart(out)
-        if len(parts) == n_parts:
-            whole = torch.cat([parts[i] for i in range(n_parts)], dim=-1) if n_parts > 1 else shown
-            parts.clear()
-            use(site, whole)
-        # Flat rows go on from the tensor that was shown, so that it has a gradient.
-        return None if shown is out else shown.flatten(0, 1)
-
-    return gather

@@ -9,10 +9,10 @@ import copy
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from swd_lens.hosts.families import CACHE_LAYERS
+from swd_lens.hosts.prefixes import appended, shape_only
 
 
 def is_known(cache: Any) -> bool:
@@ -36,7 +36,7 @@ def empty_cache(model: Any) -> Any:
 
 
 def joined(earlier: Any, cache: Any, layer: int) -> Any:
-    """A cache for runs of the blocks from `layer` on: of the blocks before it the shapes that `earlier` has."""
+    """A cache for runs of the blocks from `layer` on; the blocks before it keep the shapes that `earlier` has."""
     copied = copy.copy(cache)
     copied.layers, copied.from_layer = [*earlier.layers[:layer], *cache.layers[layer:]], layer
     return copied
@@ -45,7 +45,7 @@ def joined(earlier: Any, cache: Any, layer: int) -> Any:
 def repeated(cache: Any, times: int, from_layer: int = 0) -> Any:
     """A copy for `times` copies of the batch, one after the other, and runs of the blocks from `from_layer` on.
 
-    Of the layers before nothing is left but the shape, by which Hugging Face knows how long the prefix is.
+    The layers before keep nothing but their shape, by which Hugging Face knows how long the prefix is.
     """
     copied = copy.copy(cache)
     copied.from_layer = max(from_layer, getattr(cache, "from_layer", 0))
@@ -62,10 +62,10 @@ def _repeated(layer: Any, times: int, kept: bool) -> Any:
     copied.unit_kept = None
     for name, value in vars(layer).items():
         if isinstance(value, dict):
-            repeat = _repeat if kept else _shape_only
+            repeat = _repeat if kept else shape_only
             setattr(copied, name, {k: repeat(x, times) if isinstance(x, Tensor) else x for k, x in value.items()})
         elif name in ("keys", "values") and isinstance(value, Tensor):
-            setattr(copied, name, _shape_only(value, times))
+            setattr(copied, name, shape_only(value, times))
     if kept and isinstance(vars(layer).get("keys"), Tensor):
         # Rows come copy after copy, so copies of copies are just more copies.
         keys, values, earlier = former or (layer.keys, layer.values, 1)
@@ -80,16 +80,16 @@ def _own(layer: Any) -> Any:
         if isinstance(value, dict):
             setattr(copied, name, {k: x.clone() if isinstance(x, Tensor) else x for k, x in value.items()})
     if hasattr(layer, "recurrent_states"):
+
+        def keep(recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
+            copied.recurrent_states[state_idx] = recurrent_states
+            return recurrent_states
+
         # Upstream copies the new state over the old one (cache_utils.py:update_recurrent_state), which autograd still needs.
-        copied.update_recurrent_state = partial(_keep_recurrent_state, copied)
+        copied.update_recurrent_state = keep
     if vars(layer).get("unit_kept"):
         copied.update = partial(_update_repeated, copied)
     return copied
-
-
-def _keep_recurrent_state(layer: Any, recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
-    layer.recurrent_states[state_idx] = recurrent_states
-    return recurrent_states
 
 
 def _update_repeated(layer: Any, new_keys: Tensor, new_values: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -98,20 +98,11 @@ def _update_repeated(layer: Any, new_keys: Tensor, new_values: Tensor, *args: An
     del layer.update
     if CACHE_LAYERS[type(layer).__name__].appends:
         # What its update does, in one copy instead of two.
-        layer.keys, layer.values = _appended(keys, new_keys, times), _appended(values, new_values, times)
+        layer.keys, layer.values = appended(keys, new_keys, times, -2), appended(values, new_values, times, -2)
         return layer.keys, layer.values
     layer.keys, layer.values = _repeat(keys, times), _repeat(values, times)
     return layer.update(new_keys, new_values, *args, **kwargs)
 
 
-def _appended(kept: Tensor, new: Tensor, times: int) -> Tensor:
-    return torch.cat([kept.expand(times, *kept.shape), new.unflatten(0, (times, -1))], dim=-2).flatten(0, 1)
-
-
 def _repeat(state: Tensor, times: int) -> Tensor:
     return state.repeat(times, *[1] * (state.ndim - 1))
-
-
-def _shape_only(state: Tensor, times: int) -> Tensor:
-    """As many rows as `times` copies would have, all one element; not a view, which would keep the whole alive."""
-    return state.new_zeros((1,) * state.ndim).expand(times * state.shape[0], *state.shape[1:])

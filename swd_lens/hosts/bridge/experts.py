@@ -15,6 +15,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -22,7 +23,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from swd_lens.hosts import Register
+from swd_lens.hosts.host import Register
+from swd_lens.hosts.weights import while_wanted
 
 _MLP_KINDS = ("mlp_gate", "mlp_in", "mlp_out")
 _IN, _OUT = ("gate_up_proj", "up_proj"), "down_proj"
@@ -55,9 +57,9 @@ class Layout:
 
 
 class _Slice(Mapping[str, Tensor | None]):
-    """Where an expert's matrix is kept, as a module's `_parameters` says it: "weight" -> a detached (d_in, d_out) view.
+    """Where an expert's matrix is kept, in the form of a module's `_parameters`: "weight" -> a detached (d_in, d_out) view.
 
-    The same tensor as long as the stack is the same parameter, which is how changes are noticed (base/snapshots.py).
+    It gives one tensor as long as the stack is one parameter, which is how changes are noticed (base/snapshots.py).
     """
 
     def __init__(self, matrix: "ExpertMatrix"):
@@ -88,7 +90,7 @@ class ExpertMatrix(nn.Module):
         stack: the module whose forward goes through the experts.
         holder, parameter: the module, and of its parameters the one that holds this matrix beside the other experts'.
         expert, kind: which one; "mlp_gate", "mlp_in" or "mlp_out", in JetMoe's attention "attn_q" or "attn_o".
-        routed: (token,) of the last forward in which the leaf was called with all tokens; None before.
+        routed: (token,) in the last forward that called the leaf with all tokens; None before.
     """
 
     stack: Any
@@ -114,7 +116,7 @@ class ExpertMatrix(nn.Module):
         return self._part(getattr(self.stack, f"{self.parameter}_bias")[self.expert]) if self.layout.has_bias else None
 
     def _part(self, both: Float[Tensor, "*d_in width"]) -> Float[Tensor, "*d_in d_out"]:
-        """Of gate and up, which share a matrix, the one that this is."""
+        """This matrix of a pair: gate and up share one parameter."""
         if self.kind not in ("mlp_gate", "mlp_in") or not self.layout.has_gate:
             return both
         first = self.kind == "mlp_gate"
@@ -149,17 +151,16 @@ class ExpertMatrix(nn.Module):
 
 
 def stack_in(component: nn.Module) -> Any:
-    """The stack of experts in a component of a block; None where there is none, or one that is computed in other ways."""
-    return next((module for module in component.modules() if _is_stack(module)), None)
-
-
-def _is_stack(module: nn.Module) -> bool:
-    if _plain(type(module)).__name__ in _SORTED:
-        return True
-    held = [p for name, p in module._parameters.items() if p is not None and name in (*_IN, _OUT)]
-    if _OUT not in module._parameters or len(held) != 2 or any(p.ndim != 3 for p in held):
-        return False
-    return Layout.of(module) is not None and not module.__dict__.get("has_post_expert_norm", False)
+    """Find the stack of experts in a component of a block; None where there is none, or where it is computed in other ways."""
+    for module in component.modules():
+        if _plain(type(module)).__name__ in _SORTED:
+            return module
+        held = [p for name, p in module._parameters.items() if p is not None and name in (*_IN, _OUT)]
+        if _OUT not in module._parameters or len(held) != 2 or any(p.ndim != 3 for p in held):
+            continue
+        if Layout.of(module) is not None and not module.__dict__.get("has_post_expert_norm", False):
+            return module
+    return None
 
 
 def _held(stack: Any, kind: str) -> tuple[nn.Module, str]:
@@ -186,45 +187,26 @@ def matrices_of(stack: Any) -> dict[str, ExpertMatrix]:
 
 
 def call_matrices(stack: Any, register: Register) -> None:
-    """Have the stack's forward call its leaves, until the last undo.
-
-    Args:
-        register: is given the undo before anything is done; the undo may be called more than once.
-    """
-    holder = object()
-
-    def undo() -> None:
-        holders = stack.__dict__.get("unit_holders", set())
-        holders.discard(id(holder))
-        if not holders:
-            stack.__class__ = _plain(type(stack))
-            stack.__dict__.pop("unit_holders", None)
-
-    register(undo)
-    stack.__dict__.setdefault("unit_holders", set()).add(id(holder))
-    stack.__class__ = _calling_class(type(stack))
+    """Have the stack's forward call its leaves, until the last undo."""
+    plain = _plain(type(stack))
+    if plain not in _CALLING:
+        own: dict[str, dict[str, Any]] = {
+            _OF_ALL_TOKENS: {"forward": _forward_on_all},
+            "JetMoeMoE": {"forward": _forward_on_sorted},
+            "JetMoeMoA": {"map": _queries_of_experts, "reduce": _merged_by_experts},
+        }
+        methods = own.get(plain.__name__) or {"forward": _forward_like(plain)}
+        _CALLING[plain] = type(f"Factored{plain.__name__}", (plain,), methods)
+    become = partial(setattr, stack, "__class__")
+    while_wanted(stack.__dict__, partial(become, _CALLING[plain]), partial(become, plain), register)
 
 
 def _plain(cls: type) -> type:
     return next((plain for plain, calling in _CALLING.items() if calling is cls), cls)
 
 
-def _calling_class(cls: type) -> type:
-    plain = _plain(cls)
-    if plain not in _CALLING:
-        names = list(inspect.signature(plain.forward).parameters)[1 : 1 + _ARGUMENTS]
-        own: dict[str, dict[str, Any]] = {
-            _OF_ALL_TOKENS: {"forward": _forward_on_all},
-            "JetMoeMoE": {"forward": _forward_on_sorted},
-            "JetMoeMoA": {"map": _queries_of_experts, "reduce": _merged_by_experts},
-        }
-        methods = own.get(plain.__name__) or {"forward": _forward_of(names)}
-        _CALLING[plain] = type(f"Factored{plain.__name__}", (plain,), methods)
-    return _CALLING[plain]
-
-
 def _forward_on_all(self: Any, hidden_states: Float[Tensor, "expert_token d"]) -> Float[Tensor, "expert_token d"]:
-    """Llama 4's: every token once for each expert, times its weight there."""
+    """Run Llama 4's experts, each of which gets every token, times its weight there."""
     written = []
     for i, h in enumerate(hidden_states.view(self._parameters[_OUT].shape[0], -1, hidden_states.shape[-1])):
         routed = h.any(1)
@@ -233,8 +215,9 @@ def _forward_on_all(self: Any, hidden_states: Float[Tensor, "expert_token d"]) -
     return torch.cat(written)
 
 
-def _forward_of(names: list[str]) -> Callable[..., Tensor]:
-    """A stack's forward under the names that its own has for hidden states, experts and weights."""
+def _forward_like(plain: Any) -> Callable[..., Tensor]:
+    """A forward that calls the leaves, with the names that the stack's own has for hidden states, experts and weights."""
+    names = list(inspect.signature(plain.forward).parameters)[1 : 1 + _ARGUMENTS]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -248,7 +231,7 @@ def _forward_of(names: list[str]) -> Callable[..., Tensor]:
 def _run(
     stack: Any, hidden: Float[Tensor, "token d"], experts: Int[Tensor, "token k"], weights: Float[Tensor, "token k"]
 ) -> Float[Tensor, "token d"]:
-    """What the stack writes: each expert on the tokens that are routed to it, times their weights."""
+    """The stack's output: each expert on the tokens that are routed to it, times their weights."""
     total = torch.zeros_like(hidden)
     for i, chosen, routed in _by_expert(stack, experts):
         written = _written(stack, i, hidden[routed], routed) * (weights * chosen).sum(1)[routed, None]
@@ -272,7 +255,7 @@ def _by_expert(
 def _written(
     stack: Any, expert: int, h: Float[Tensor, "routed d"], routed: Bool[Tensor, " token"]
 ) -> Float[Tensor, "routed d"]:
-    """What one expert makes of the tokens that are routed to it."""
+    """One expert's output on the tokens that are routed to it."""
     matrices = matrices_of(stack)
     act: Any = getattr(stack, "act_fn", getattr(stack, "activation", None))  # GPT-OSS has none: its gate is its own
     up, layout = matrices[f"mlp_in.{expert}"].on_routed(h, routed), matrices[f"mlp_in.{expert}"].layout
@@ -291,7 +274,7 @@ def _written(
 def _slots(
     topology: tuple[Tensor, Tensor, Tensor, list[int]], n_tokens: int
 ) -> tuple[Int[Tensor, "token k"], Float[Tensor, "token k"]]:
-    """Experts of each token and their weights, of what JetMoe's router says of tokens that are sorted by expert."""
+    """Experts of each token and their weights, read off what JetMoe's router says of tokens that are sorted by expert."""
     order, _, weights, sizes = topology
     of_sorted = torch.repeat_interleave(torch.arange(len(sizes), device=order.device), order.new_tensor(sizes))
     experts = torch.empty_like(order).index_copy(0, order, of_sorted)
@@ -299,14 +282,14 @@ def _slots(
 
 
 def _forward_on_sorted(self: Any, layer_input: Float[Tensor, "batch pos d"]) -> Float[Tensor, "batch pos d"]:
-    """JetMoe's MLP."""
+    """Run JetMoe's MLP."""
     flat = layer_input.reshape(-1, layer_input.shape[-1])
     *topology, _ = self.router(flat)
     return (_run(self, flat, *_slots(tuple(topology), len(flat))) + self.bias).view_as(layer_input)
 
 
 def _queries_of_experts(self: Any, layer_input: Float[Tensor, "batch pos d"]) -> tuple[Tensor, Tensor, Any]:
-    """JetMoe's attention: the queries that each token's experts make, side by side."""
+    """Make the queries of JetMoe's attention: those of each token's experts, side by side."""
     batch, pos, _ = layer_input.shape
     flat = layer_input.reshape(batch * pos, -1)
     *topology, router_logits = self.router(flat)
@@ -323,7 +306,7 @@ def _queries_of_experts(self: Any, layer_input: Float[Tensor, "batch pos d"]) ->
 def _merged_by_experts(
     self: Any, layer_input: Float[Tensor, "batch pos k d"], topo_info: Any
 ) -> Float[Tensor, "batch pos _"]:
-    """JetMoe's attention: what its experts make of the heads' outputs, times their weights."""
+    """Write the output of JetMoe's attention: what its experts make of the heads' outputs, times their weights."""
     batch, pos, k, width = layer_input.shape
     heads, total = layer_input.reshape(batch * pos, k, width), layer_input.new_zeros(batch * pos, self.input_size)
     experts, weights = _slots(topo_info, batch * pos)

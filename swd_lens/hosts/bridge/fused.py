@@ -29,7 +29,7 @@ _SPLIT_BY_HEAD = ("use_attn_result", "use_split_qkv_input", "use_attn_in")
 
 
 class Masks:
-    """Which of Hugging Face's masks are nothing but causal; the last one is remembered, since all layers are given the same."""
+    """Knows masks of Hugging Face that are nothing but causal; it remembers the last one, which all layers of a run are given."""
 
     def __init__(self) -> None:
         self.last: tuple[Tensor, bool] | None = None
@@ -39,16 +39,12 @@ class Masks:
         if mask is None:
             return None
         if self.last is None or self.last[0] is not mask:
-            self.last = (mask, _is_causal(mask))
+            causal = mask.ndim == 4 and mask.shape[-1] == mask.shape[-2]
+            if causal:
+                seen = mask if mask.dtype == torch.bool else mask == 0
+                causal = bool((seen == torch.ones_like(seen[0, 0]).tril()).all())
+            self.last = (mask, causal)
         return None if self.last[1] else mask
-
-
-def _is_causal(mask: Tensor) -> bool:
-    if mask.ndim != 4 or mask.shape[-1] != mask.shape[-2]:
-        return False
-    seen = mask if mask.dtype == torch.bool else mask == 0
-    n_positions = mask.shape[-1]
-    return bool((seen == torch.ones(n_positions, n_positions, dtype=torch.bool, device=mask.device).tril()).all())
 
 
 class _Fused(Shadow):

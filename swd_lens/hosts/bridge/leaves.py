@@ -115,7 +115,7 @@ _MOUNTED: dict[type, type] = {nn.Linear: FactoredLinear, Conv1D: FactoredConv1D}
 
 
 def _dense(leaf: Any, h: Tensor) -> Tensor:
-    """What the leaf computed before; its own forward would ask for `.weight`."""
+    """Compute the leaf's dense product; its own forward would ask for `.weight`."""
     if isinstance(leaf, ExpertMatrix):
         return leaf.dense(h)
     weight, bias = leaf._parameters["weight"], leaf._parameters["bias"]
@@ -124,25 +124,22 @@ def _dense(leaf: Any, h: Tensor) -> Tensor:
     return torch.addmm(bias, h.reshape(-1, h.shape[-1]), weight).view(*h.shape[:-1], -1)
 
 
-def _whole_mlp_class(plain: type) -> type:
-    """The class of a Hugging Face MLP that a projection stands in for, as a whole."""
-
-    def forward(self: Any, h: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.unit_projection(h, None, lambda h: plain.forward(self, h, *args, **kwargs))  # type: ignore[attr-defined]
-
-    return _MOUNTED.setdefault(plain, type(f"Factored{plain.__name__}", (plain,), {"forward": forward}))
-
-
 def _is_leaf(plain: type) -> bool:
     """Exactly these classes: another subclass (quantized, scaled) need not compute h @ W + b."""
     return plain in _LEAVES or f"{plain.__module__}.{plain.__qualname__}" in _PLAIN_SUBCLASSES
 
 
-def _mounted_class(plain: type) -> type:
+def _mounted_class(plain: Any) -> type:
     """The class of a leaf or a whole MLP while a projection is mounted."""
-    if plain not in _MOUNTED and _is_leaf(plain):
-        _MOUNTED[plain] = _with_projection(plain, f"Factored{plain.__name__}")
-    return _MOUNTED.get(plain) or _whole_mlp_class(plain)
+
+    def whole_mlp_forward(self: Any, h: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.unit_projection(h, None, lambda h: plain.forward(self, h, *args, **kwargs))
+
+    if plain not in _MOUNTED:
+        name = f"Factored{plain.__name__}"
+        whole = {"forward": whole_mlp_forward}
+        _MOUNTED[plain] = _with_projection(plain, name) if _is_leaf(plain) else type(name, (plain,), whole)
+    return _MOUNTED[plain]
 
 
 def _plain_class(mounted: type) -> type:
@@ -269,7 +266,7 @@ def shapes_of_block(block: nn.Module) -> BlockShapes:
     parts, alternatives = PACKED["attn_qkv"], ()
     if shapes.keys() >= set(parts):
         shapes["attn_qkv"] = (shapes["attn_q"][0], sum(shapes[part][1] for part in parts))
-        # GPT-2's and NeoX's checkpoints hold q, k and v as one matrix.
+        # The checkpoints of GPT-2 and NeoX hold q, k and v as one matrix.
         packed = isinstance(block._modules.get("attn"), JointQKVAttentionBridge)
         alternatives += parts if packed else ("attn_qkv",)
     if {"mlp_in", "mlp_out"} <= shapes.keys() and whole_mlp(block) is not None:
@@ -341,15 +338,17 @@ def whole_mlp(block: nn.Module) -> nn.Module | None:
     if type(component) not in (MLPBridge, GatedMLPBridge) or component.name is None:  # type: ignore[union-attr]
         return None
     module = component._modules.get("_original_component")  # type: ignore[union-attr]
-    return module if module is not None and _takes_one_tensor(_plain_class(type(module)).forward) else None
+    if module is None:
+        return None
+    arguments = arguments_of(_plain_class(type(module)).forward)
+    needed = [p for p in arguments if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    return module if len(needed) == 2 else None  # self and the tensor (MPT's takes the residual as well)
 
 
-@lru_cache(maxsize=64)
-def _takes_one_tensor(forward: Callable[..., Any]) -> bool:
-    named = [p for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    return (
-        len([p for p in named if p.default is p.empty]) == 2
-    )  # self and the tensor (MPT's takes the residual as well)
+@lru_cache(maxsize=128)
+def arguments_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """The parameters of a forward, remembered: a signature is slow to read."""
+    return tuple(inspect.signature(function).parameters.values())
 
 
 def _leaves_of(component: GeneralizedComponent) -> dict[str, nn.Module]:
@@ -371,8 +370,7 @@ def _leaves_under(module: nn.Module, kinds: dict[str, str]) -> dict[str, nn.Modu
     for name, kind in kinds.items():
         child = module._modules.get(name)
         if child is not None:
-            inner = (
-                child._modules.get("_original_component") if isinstance(child, LinearBridge | Conv1DBridge) else None
-            )
+            wraps = isinstance(child, LinearBridge | Conv1DBridge)
+            inner = child._modules.get("_original_component") if wraps else None
             leaves[kind] = child if inner is None else inner
     return leaves

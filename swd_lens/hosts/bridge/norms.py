@@ -1,4 +1,4 @@
-"""What weight processing can fold away of a bridge's weights, and whether it has.
+"""Norms and biases of a bridge that weight processing can fold into the matrices, and whether it has.
 
 1. Which normalization feeds a site: ln1 the attention, ln2 the MLP; in parallel blocks with one norm it feeds both.
 2. A folded norm multiplies by one and adds nothing: TransformerBridge.enable_compatibility_mode leaves ones (zeros, where the
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformer_lens.model_bridge.generalized_components import NormalizationBridge, ParallelBlockBridge
 
-from swd_lens.hosts import Affine
 from swd_lens.hosts.bridge.leaves import leaves_of_block, matrix
+from swd_lens.hosts.host import Affine, value_constant
 from swd_lens.hosts.sites import KINDS, READS_ATTENTION_INPUT, RESIDUAL_MATRICES, Site, base_kind
 
 
@@ -27,12 +27,12 @@ def affine_of(model: Any, site: Site) -> Affine | None:
     if kind not in KINDS:  # which norm it reads, if any, is not known
         return None
     if site.kind == "attn_o":
-        return _value_constant(model, block, site.d_in)
+        return _constant_input(model, block, site.d_in)
     norm = _norm_before(block, kind)
     # Not supported by the adapter: norms that follow the matrices (BERT), linear attention (Qwen3.5).
     if not isinstance(norm, NormalizationBridge) or not getattr(model.adapter, "supports_fold_ln", True):
         return None
-    return Affine(scale_of(norm), shift_of(norm))
+    return affine_of_norm(norm)
 
 
 def read_through(block: Any, kind: str) -> Affine | None:
@@ -44,7 +44,7 @@ def read_through(block: Any, kind: str) -> Affine | None:
     if _norms_follow(block) or (name not in block._modules and f"{name}_post" in block._modules):
         return Affine()
     norm = _norm_before(block, kind)
-    return None if getattr(norm, "original_component", None) is None else Affine(scale_of(norm), shift_of(norm))
+    return None if getattr(norm, "original_component", None) is None else affine_of_norm(norm)
 
 
 def written_through(block: Any, kind: str) -> nn.Module | None:
@@ -76,25 +76,26 @@ def has_value_bias(block: nn.Module) -> bool:
     return isinstance(bias, Tensor) and bool(bias.any())
 
 
+def affine_of_norm(norm: Any) -> Affine:
+    """See `swd_lens.hosts.Host.norm_affine`."""
+    return Affine(scale_of(norm), shift_of(norm))
+
+
 def scale_of(norm: Any) -> Tensor | None:
-    """What the normalization multiplies by; None where that is one."""
+    """The vector that the norm multiplies by; None where that is one."""
     weight = _weight_of(norm)
     if weight is None:
         return None
     scale = weight.detach().float()
-    if _stores_distance_from_one(norm, weight):
-        scale = 1 + scale
-    return None if bool((scale == 1).all()) else scale
-
-
-def _stores_distance_from_one(norm: Any, weight: Tensor) -> bool:
-    """As Gemma, Qwen3.5 and Nemotron do. 3.9 does not say so of all of them, so the norm is asked: both kinds of norm leave a
-    vector of 1 and -1 in turn alone, but for what they multiply by and add."""
+    # Gemma, Qwen3.5 and Nemotron store the distance from one. 3.9 does not say so of all of them, so the norm is asked: both
+    # kinds of norm leave a vector of 1 and -1 in turn alone, but for what they multiply by and add.
     ones = torch.ones_like(weight)
     ones[1::2] = -1
     with torch.no_grad():
         seen = (norm.original_component(ones) - norm.original_component(torch.zeros_like(weight))) * ones
-    return bool((seen - 1 - weight).abs().max() < (seen - weight).abs().max())
+    if bool((seen - 1 - weight).abs().max() < (seen - weight).abs().max()):
+        scale = 1 + scale
+    return None if bool((scale == 1).all()) else scale
 
 
 def _weight_of(norm: Any) -> Tensor | None:
@@ -103,7 +104,7 @@ def _weight_of(norm: Any) -> Tensor | None:
 
 
 def shift_of(norm: Any) -> Tensor | None:
-    """What the normalization adds; None where that is nothing."""
+    """The vector that the norm adds; None where that is zero."""
     bias: Any = getattr(norm.original_component, "bias", None)
     return None if bias is None or not bias.any() else bias.detach().float()
 
@@ -118,25 +119,18 @@ def _norm_before(block: Any, kind: str) -> Any:
     return block._modules.get(name)
 
 
-def _value_constant(model: Any, block: Any, d_in: int) -> Affine | None:
-    """What every value holds whatever the tokens, as it arrives at attn_o: repeated to all heads where they are grouped."""
+def _constant_input(model: Any, block: Any, d_in: int) -> Affine | None:
+    """The constant part of attn_o's input; None where it is not known."""
     value: Any = leaves_of_block(block)[0].get("attn_v")
     attn = block._modules.get("attn")
-    if value is None or attn is None or _changes_values(attn):
+    if value is None or attn is None:
         return None
-    weight = matrix(value).detach().float()
-    constant = weight.new_zeros(weight.shape[1]) if value.bias is None else value.bias.detach().float()
-    norm = _norm_before(block, "attn_v")
-    shift = shift_of(norm) if norm is not None and getattr(model.adapter, "supports_fold_ln", True) else None
-    if shift is not None:
-        constant = constant + shift @ weight
-    if not constant.any():
-        return Affine()
-    heads = constant.view(-1, int(model.cfg.d_head))
-    return Affine(shift=heads.repeat_interleave(d_in // constant.numel(), dim=0).flatten())
-
-
-def _changes_values(attn: Any) -> bool:
-    """Whether more than an attention pattern that sums to one lies between values and attn_o: a gate, or a sink."""
+    # More than a pattern that sums to one lies between values and attn_o: a gate, or a sink.
     gated = getattr(attn.config, "gated_q_proj", False) or "gate" in attn._modules
-    return bool(gated) or getattr(attn.original_component, "sinks", None) is not None
+    if gated or getattr(attn.original_component, "sinks", None) is not None:
+        return None
+    weight, norm = matrix(value).detach().float(), _norm_before(block, "attn_v")
+    shift = shift_of(norm) if norm is not None and getattr(model.adapter, "supports_fold_ln", True) else None
+    bias = weight.new_zeros(weight.shape[1]) if value.bias is None else value.bias
+    constant = value_constant(bias, shift, weight, int(model.cfg.d_head), d_in)
+    return Affine(shift=constant) if constant.any() else Affine()

@@ -10,10 +10,9 @@
    Hugging Face module.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +21,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from swd_lens.base.undo import Undo
-from swd_lens.hosts import Begun, Start, require_before, require_kept
 from swd_lens.hosts.bridge.cache import empty_cache, is_known, joined, repeated, to_run_on
+from swd_lens.hosts.bridge.leaves import arguments_of
 from swd_lens.hosts.families import facts_of
+from swd_lens.hosts.host import Begun, Start
+from swd_lens.hosts.prefixes import require_before, require_kept
 
 StandIn = tuple[nn.Module, Callable[..., Any]]  # a module, and what is called in its place, for the time being
 
@@ -51,19 +52,19 @@ def with_stand_ins(model: Any, stand_ins: Sequence[StandIn], run: Callable[[], A
             "a hook ran this host in the middle of one of its runs; run it before or after, or run a copy"
         )
     plain = [(module, type(module)) for module, _ in stand_ins]
+
+    def restore() -> None:
+        for module, former in plain:
+            module.__class__ = former
+            module.__dict__.pop(_ATTRIBUTE, None)
+
     undo = Undo()
     with undo, undo:  # twice: where nothing holds it back, Ctrl-C on the way into the inner end is inside of the outer
-        undo.push(partial(_restore, plain))
+        undo.push(restore)
         for module, call in stand_ins:
             module.__dict__[_ATTRIBUTE] = call
             module.__class__ = _standing_in(type(module))
         return run()
-
-
-def _restore(plain: Sequence[tuple[nn.Module, type]]) -> None:
-    for module, former in plain:
-        module.__class__ = former
-        module.__dict__.pop(_ATTRIBUTE, None)
 
 
 def _standing_in(plain: type) -> type:
@@ -108,46 +109,45 @@ def starting(model: Any, start: Start) -> list[StandIn]:
     handed_on = start.residual.as_subclass(_HandedOn)  # type: ignore[arg-type]
     blocks = list(model.blocks)
     skipped: list[StandIn] = [(block, lambda *_, **__: handed_on) for block in blocks[: start.layer]]
+    norm = model._modules.get("ln_final")
+
+    def normalize(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return _call_itself(norm, hidden.as_subclass(Tensor), *args, **kwargs)  # type: ignore[arg-type]
+
+    def take_up(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            return _call_itself(first, start.residual, *args[1:], **kwargs)
+        return _call_itself(first, **{**kwargs, "hidden_states": start.residual})
+
     if start.layer == len(blocks):
-        # Mostly next, and then no hook there sees but a plain tensor.
-        norm = model._modules.get("ln_final")
-        return skipped if norm is None else [*skipped, (norm, partial(_plainly, norm))]
+        # The norm is mostly next, and then hooks there see a plain tensor.
+        return skipped if norm is None else [*skipped, (norm, normalize)]
     first = blocks[start.layer]
-    return [*skipped, (first, partial(_take_up, first, start.residual))]
+    return [*skipped, (first, take_up)]
 
 
 def stopping(model: Any, layer: int, start: Start | None = None) -> list[StandIn]:
-    """What enters block `layer` (number of blocks: what leaves the last) is raised, as `Reached`.
+    """Raise the residual stream before block `layer` (number of blocks: behind the last one), as `Reached`.
 
-    With a start, of a block before `layer`, the run takes up there.
+    Args:
+        start: take up there, at a block before `layer`.
     """
+
+    def raise_input(*args: Any, **kwargs: Any) -> Any:
+        raise Reached(args[0] if args else kwargs["hidden_states"])
+
+    def raise_output(*args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        raise Reached(output if isinstance(output, Tensor) else output[0])
+
     blocks = list(model.blocks)
     stand_ins = [] if start is None else starting(model, start)
     if layer < len(blocks):
-        return [*stand_ins, (blocks[layer], _raise_input)]
+        return [*stand_ins, (blocks[layer], raise_input)]
     last = blocks[-1]
     # The last block may be the one that takes up, too.
     call = dict(stand_ins).get(last, partial(_call_itself, last))
-    return [*(stand_in for stand_in in stand_ins if stand_in[0] is not last), (last, partial(_raise_output, call))]
-
-
-def _take_up(block: nn.Module, residual: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if args:
-        return _call_itself(block, residual, *args[1:], **kwargs)
-    return _call_itself(block, **{**kwargs, "hidden_states": residual})
-
-
-def _plainly(norm: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return _call_itself(norm, hidden.as_subclass(Tensor), *args, **kwargs)  # type: ignore[arg-type]
-
-
-def _raise_input(*args: Any, **kwargs: Any) -> Any:
-    raise Reached(args[0] if args else kwargs["hidden_states"])
-
-
-def _raise_output(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    output = call(*args, **kwargs)
-    raise Reached(output if isinstance(output, Tensor) else output[0])
+    return [*(stand_in for stand_in in stand_ins if stand_in[0] is not last), (last, raise_output)]
 
 
 # ---------------------------------------------------------------------------------------------- unembedding
@@ -292,7 +292,7 @@ class BridgeRuns:
         return any("linear_attn" in block._modules for block in self.model.blocks)
 
     def _accepts(self, argument: str) -> bool:
-        return argument in _arguments_of(type(self.model.original_model))
+        return argument in {p.name for p in arguments_of(type(self.model.original_model).forward)}
 
     def _last_only(self) -> dict[str, int]:
         """Unembed the last position only: for long prompts the rest is most of the work and memory."""
@@ -304,9 +304,3 @@ class BridgeRuns:
 
     def _keeps_cache(self) -> bool:
         return facts_of(self.model).reads_out and self._accepts("past_key_values")
-
-
-@lru_cache(maxsize=64)
-def _arguments_of(model_class: type[nn.Module]) -> frozenset[str]:
-    """What a Hugging Face model's forward takes; a signature is slow to read."""
-    return frozenset(inspect.signature(model_class.forward).parameters)

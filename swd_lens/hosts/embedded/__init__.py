@@ -19,10 +19,13 @@ import torch
 from jaxtyping import Int
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from swd_lens.base.errors import errors_seen, legible, quoted
+from swd_lens.base.checks import bounded, one_of
+from swd_lens.base.errors import errors_seen, legible
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts.embedded.corpus import MIX, N_CTX, Packer, load_tokenizer
+from swd_lens.hosts.families import has_hooked_transformer, require_hooked_transformer
 from swd_lens.tasks.generators.words import SPLITS
 
 _NAME = "swd-lens-default"
@@ -135,13 +138,6 @@ def load_default_model(
     return load_model_folder(WEIGHTS, device, dtype, kind)
 
 
-def check_kind(kind: str) -> str:
-    """The same word. Raises ValueError unless it is one of KINDS."""
-    if kind not in KINDS:
-        raise ValueError(f"a host's kind must be one of {', '.join(KINDS)}; got {quoted(kind)}")
-    return kind
-
-
 def load_model_folder(
     folder: str | Path,
     device: "str | torch.device | None" = None,
@@ -149,39 +145,31 @@ def load_model_folder(
     kind: str = "auto",
 ) -> Any:
     """The model in a folder written by `tests.embedded.train` (see `load_default_model`)."""
-    check_kind(kind)
+    one_of("kind", kind, KINDS)
     folder = Path(folder)
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise FileNotFoundError(
                 f"{legible(folder)} has no {legible(name)}; give a folder that tests.embedded.train wrote"
             )
-    shape = Shape(**json.loads((folder / "config.json").read_text()))
-    tokenizer = load_tokenizer(folder)
-    state = {name: value.to(dtype) for name, value in load_file(folder / "model.safetensors").items()}
+    shape, state, tokenizer = _read(folder, dtype)
     missing = [name for name in shape.stored_names() if name not in state]
     if missing:
         raise ValueError(f"{legible(folder)}/model.safetensors lacks {legible(', '.join(missing))}; train it again")
-    load = _bridge if kind == "bridge" or (kind == "auto" and not _has_hooked_transformer()) else _hooked
+    load = _bridge if kind == "bridge" or (kind == "auto" and not has_hooked_transformer()) else _hooked
     return load(shape, state, tokenizer, str(device or "cpu"), dtype).eval()
 
 
-def _has_hooked_transformer() -> bool:
-    try:
-        from transformer_lens import HookedTransformer  # noqa: F401  (in 4.x the name itself raises)
-    except ImportError:
-        return False
-    return True
+def _read(folder: Path, dtype: torch.dtype) -> tuple[Shape, dict[str, Tensor], PreTrainedTokenizerBase]:
+    shape = Shape(**json.loads((folder / "config.json").read_text()))
+    state = {name: value.to(dtype) for name, value in load_file(folder / "model.safetensors").items()}
+    return shape, state, load_tokenizer(folder)
 
 
 def _hooked(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str, dtype: torch.dtype) -> Any:
-    try:
-        from transformer_lens import HookedTransformer, HookedTransformerConfig
-    except ImportError:
-        raise ImportError(
-            "this transformer_lens has no HookedTransformer; install 'transformer_lens>=3.9,<4', or load a "
-            'TransformerBridge: kind="bridge"'
-        ) from None
+    require_hooked_transformer(ImportError)
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
     config = HookedTransformerConfig(**shape.hooked_config(), device=device, dtype=dtype)
     model = HookedTransformer(config, tokenizer=tokenizer, default_padding_side="left")
     state["unembed.W_U"] = state["embed.W_E"].T.contiguous()
@@ -221,9 +209,7 @@ def is_embedded(model: Any) -> bool:
 
 def network_of_embedded(dtype: torch.dtype) -> Any:
     """The embedded model as transformers' own GPT-2, on the CPU."""
-    shape = Shape(**json.loads((WEIGHTS / "config.json").read_text()))
-    state = {name: value.to(dtype) for name, value in load_file(WEIGHTS / "model.safetensors").items()}
-    return _gpt2(shape, state, load_tokenizer(WEIGHTS), "cpu", dtype).eval()
+    return _gpt2(*_read(WEIGHTS, dtype), "cpu", dtype).eval()
 
 
 @with_torch_defaults
@@ -244,8 +230,6 @@ def text_tokens(n_tokens: int, split: str = "validation", seed: int = 0) -> Int[
     Raises:
         ValueError: unknown split or n_tokens < 1.
     """
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {quoted(split)}; choose one of {', '.join(SPLITS)}")
-    if n_tokens < 1:
-        raise ValueError(f"n_tokens is {n_tokens}; ask for at least 1")
+    one_of("split", split, SPLITS)
+    bounded("n_tokens", n_tokens, 1)
     return Packer(load_tokenizer(WEIGHTS), split).plain_rows(seed, -(-n_tokens // N_CTX), MIX)

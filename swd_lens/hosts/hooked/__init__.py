@@ -9,8 +9,7 @@
    bit for bit.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import einops
@@ -22,7 +21,6 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from swd_lens.base.errors import UnsupportedHostError
-from swd_lens.hosts import Affine, Host, Register, is_centered, require_matrix, require_unattached
 from swd_lens.hosts.families import family_of
 from swd_lens.hosts.hooked import fused
 from swd_lens.hosts.hooked.components import (
@@ -33,7 +31,17 @@ from swd_lens.hosts.hooked.components import (
     plain_model,
 )
 from swd_lens.hosts.hooked.running import HookedRuns
-from swd_lens.hosts.sites import READS_ATTENTION_INPUT, RESIDUAL_MATRICES, BlockShapes, Site
+from swd_lens.hosts.host import (
+    Affine,
+    Host,
+    Register,
+    Use,
+    is_centered,
+    require_matrix,
+    require_unattached,
+    value_constant,
+)
+from swd_lens.hosts.sites import PACKED, READS_ATTENTION_INPUT, RESIDUAL_MATRICES, BlockShapes, Site
 from swd_lens.hosts.weights import refusals, shadow_methods
 
 # Everything that rewrites weights: its result would not reach the units.
@@ -42,8 +50,6 @@ _REWRITES = (
     *("center_writing_weights", "center_unembed", "refactor_factored_attn_matrices", "init_weights"),
 )
 _PARTS = {"attn_q": "Q", "attn_k": "K", "attn_v": "V"}
-# Where the outputs of a kind pass: hook points of its module.
-_SEEN_AT = {"attn_q": "hook_q", "attn_k": "hook_k", "attn_v": "hook_v"}
 
 
 class HookedTransformerHost(HookedRuns, Host):
@@ -84,10 +90,25 @@ class HookedTransformerHost(HookedRuns, Host):
             weight = getattr(block.mlp, f"W_{site.kind.removeprefix('mlp_')}")
         return weight.detach().float().contiguous()
 
+    def stored_parameters(self, site: Site) -> list[tuple[Mapping[str, Any], str]]:
+        parts, kept = PACKED.get(site.kind, (site.kind,)), self._module(site)._parameters
+        names = [f"W_{part.partition('_')[2]}" for part in parts]
+        if site.kind.startswith("attn"):  # grouped keys and values are kept as _W_K and _W_V
+            names = [f"_{name.upper()}" if f"_{name.upper()}" in kept else name.upper() for name in names]
+        return [(kept, name) for name in names if name in kept]
+
+    def stores_transposed(self, site: Site) -> bool:
+        return False
+
     def affine(self, site: Site) -> Affine | None:
         block, cfg = self.model.blocks[site.layer], self.model.cfg
         if site.kind == "attn_o":
-            return Affine(shift=self._value_constant(site.layer))
+            value = next(
+                s for s in (*self.sites(), *self.alternatives()) if (s.layer, s.kind) == (site.layer, "attn_v")
+            )
+            norm, bias = self.affine(value), matrices(block.attn, "V")[1]
+            shift = None if norm is None else norm.shift
+            return Affine(shift=value_constant(bias, shift, self.weight(value), cfg.d_head, site.d_in))
         if site.kind == "mlp_out":
             return _affine_of(getattr(block.mlp, "ln", None)) if cfg.is_layer_norm_activation() else Affine()
         if cfg.original_architecture in POST_NORM_ARCHITECTURES:
@@ -105,16 +126,6 @@ class HookedTransformerHost(HookedRuns, Host):
             name = f"{name}_post"
         return self.model.blocks[site.layer]._modules.get(name)
 
-    def _value_constant(self, layer: int) -> Float[Tensor, " d_in"]:
-        """What every value holds whatever the tokens: b_V and the share of ln1's bias, repeated to all heads where grouped."""
-        value = next(s for s in (*self.sites(), *self.alternatives()) if s.kind == "attn_v" and s.layer == layer)
-        constant = matrices(self.model.blocks[layer].attn, "V")[1].detach().float().flatten()
-        norm = self.affine(value)
-        if norm is not None and norm.shift is not None:
-            constant = constant + norm.shift @ self.weight(value)
-        heads = constant.view(-1, self.model.cfg.d_head)
-        return heads.repeat_interleave(self.model.cfg.n_heads // len(heads), dim=0).flatten()
-
     def processing(self) -> dict[str, bool]:
         writes = [site for site in self.sites() if site.layer == 0 and site.kind in RESIDUAL_MATRICES]
         return {
@@ -125,73 +136,53 @@ class HookedTransformerHost(HookedRuns, Host):
 
     # ------------------------------------------------------------------ reading
 
-    @contextmanager
-    def inputs(self, sites: Iterable[Site], use: Callable[[Site, Tensor], None]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for site in sites:
-                stack.callback(self._watch_input(site, use).remove)
-            yield
-
-    @contextmanager
-    def outputs(self, sites: Iterable[Site], use: Callable[[Site, Tensor], None]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for site in sites:
-                for handle in self._watch_output(site, use):
-                    stack.callback(handle.remove)
-            yield
-
-    def _watch_input(self, site: Site, use: Callable[[Site, Tensor], None]) -> Any:
+    def watch_input(self, site: Site, use: Use, register: Register) -> None:
         block = self.model.blocks[site.layer]
         # hook_normalized sits before LayerNorm's weight and bias, so the module's own argument is the true input.
         if site.kind in ("mlp_in", "mlp_gate", "mlp"):
-            return block.mlp.register_forward_pre_hook(lambda _, args: use(site, args[0]))
-        if site.kind in READS_ATTENTION_INPUT:
+            handle = block.mlp.register_forward_pre_hook(lambda _, args: use(site, args[0]))
+        elif site.kind in READS_ATTENTION_INPUT:
             index = {"attn_k": 1, "attn_v": 2}.get(site.kind, 0)
             name = ("query_input", "key_input", "value_input")[index]
-            return block.attn.register_forward_pre_hook(
+            handle = block.attn.register_forward_pre_hook(
                 lambda _, args, kwargs: use(site, kwargs[name] if name in kwargs else args[index]), with_kwargs=True
             )
-        if site.kind == "mlp_out":
-            return block.mlp.hook_post.register_forward_hook(lambda _, args, out: use(site, out))
-        return block.attn.hook_z.register_forward_hook(lambda _, args, out: use(site, out.flatten(-2)))
+        elif site.kind == "mlp_out":
+            handle = block.mlp.hook_post.register_forward_hook(lambda _, args, out: use(site, out))
+        else:
+            handle = block.attn.hook_z.register_forward_hook(lambda _, args, out: use(site, out.flatten(-2)))
+        register(handle.remove)
 
-    def _watch_output(self, site: Site, use: Callable[[Site, Tensor], None]) -> list[Any]:
-        block = self.model.blocks[site.layer]
-        if site.kind in ("mlp_out", "attn_o", "mlp"):
-            module = block.attn if site.kind == "attn_o" else block.mlp
-            return [module.register_forward_hook(lambda _, args, out: use(site, out))]
-        if site.kind in ("mlp_in", "mlp_gate"):
-            linear = isinstance(block.mlp, GatedMLP) and site.kind == "mlp_in"
-            hook = block.mlp.hook_pre_linear if linear else block.mlp.hook_pre
-            return [hook.register_forward_hook(lambda _, args, out: use(site, out))]
+    def watch_output(self, site: Site, use: Use, register: Register) -> None:
+        block, cfg = self.model.blocks[site.layer], self.model.cfg
+        if site.kind not in READS_ATTENTION_INPUT:
+            shown = self._module(site)
+            if site.kind in ("mlp_in", "mlp_gate"):
+                linear = isinstance(block.mlp, GatedMLP) and site.kind == "mlp_in"
+                shown = block.mlp.hook_pre_linear if linear else block.mlp.hook_pre
+            register(shown.register_forward_hook(lambda _, args, out: use(site, out)).remove)
+            return
         kinds = tuple(_PARTS) if site.kind == "attn_qkv" else (site.kind,)
+        repeats = cfg.n_key_value_heads is not None and cfg.ungroup_grouped_query_attention
         parts: list[Tensor] = []
 
         def gather(_: nn.Module, args: Any, out: Tensor) -> None:
-            parts.append(out)
+            # One head per stored key or value head, also where the configuration repeats them.
+            repeated = repeats and kinds[len(parts)] != "attn_q"
+            parts.append(out[:, :, :: cfg.n_heads // cfg.n_key_value_heads] if repeated else out)
             if len(parts) == len(kinds):
-                stored = [self._stored_heads(kind, part) for kind, part in zip(kinds, parts, strict=True)]
-                use(site, torch.cat([part.flatten(-2) for part in stored], dim=-1))
+                use(site, torch.cat([part.flatten(-2) for part in parts], dim=-1))
                 parts.clear()
 
         # TransformerLens computes q, k, v in this order in every forward.
-        return [getattr(block.attn, _SEEN_AT[kind]).register_forward_hook(gather) for kind in kinds]
-
-    def _stored_heads(self, kind: str, y: Tensor) -> Tensor:
-        """One head per stored key or value head, also when cfg.ungroup_grouped_query_attention repeats them."""
-        cfg = self.model.cfg
-        if kind == "attn_q" or cfg.n_key_value_heads is None or not cfg.ungroup_grouped_query_attention:
-            return y
-        return y[:, :, :: cfg.n_heads // cfg.n_key_value_heads]
+        for kind in kinds:
+            register(getattr(block.attn, f"hook_{_PARTS[kind].lower()}").register_forward_hook(gather).remove)
 
     def readout(self) -> tuple[Float[Tensor, " d_model"] | None, Float[Tensor, "d_model vocab"]]:
-        return self.norm_weight(getattr(self.model, "ln_final", None)), self.model.W_U.detach().float()
+        return _affine_of(getattr(self.model, "ln_final", None)).scale, self.model.W_U.detach().float()
 
-    def norm_weight(self, norm: nn.Module | None) -> Float[Tensor, " d_model"] | None:
-        return _affine_of(norm).scale
-
-    def norm_shift(self, norm: nn.Module) -> Float[Tensor, " d_model"] | None:
-        return _affine_of(norm).shift
+    def norm_affine(self, norm: nn.Module) -> Affine:
+        return _affine_of(norm)
 
     # ------------------------------------------------------------------ swapping
 

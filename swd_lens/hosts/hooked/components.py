@@ -181,7 +181,7 @@ def matrices(attn: Any, part: str) -> tuple[Float[Tensor, "head d_in d_head"], F
     return getattr(attn, f"{under}W_{part}"), getattr(attn, f"{under}b_{part}")
 
 
-# Stacked over the layers by the model (HookedTransformer.W_Q ...): of which kinds of sites.
+# Matrices that the model stacks over the layers (HookedTransformer.W_Q ...) -> the kinds of sites that they hold.
 _STACKED = {
     **{f"W_{part}": (f"attn_{part.lower()}", "attn_qkv") for part in "QKV"},
     "W_O": ("attn_o",),
@@ -214,16 +214,14 @@ def model_with_units(plain: type) -> type:
 
         return property(read)
 
+    def reduced(model: Any, protocol: Any) -> tuple[Any, ...]:  # what pickles and copies are made of
+        _, _, *state = object.__reduce_ex__(model, 4)
+        return _empty, (plain_model(type(model)),), *state
+
     if plain not in _MODELS:
-        own = {name: stack(name) for name in _STACKED} | {"__reduce_ex__": _reduced}
+        own = {name: stack(name) for name in _STACKED} | {"__reduce_ex__": reduced}
         _MODELS[plain] = type(plain.__name__, (plain,), own)
     return _MODELS[plain]
-
-
-def _reduced(model: Any, protocol: Any) -> tuple[Any, ...]:
-    """What pickles and copies of a model with units are made of."""
-    _, _, *state = object.__reduce_ex__(model, 4)
-    return _empty, (plain_model(type(model)),), *state
 
 
 def _empty(plain: type) -> Any:

@@ -21,7 +21,7 @@ from swd_lens.hosts.weights import Shadow, shadow_methods
 
 
 class Fused:
-    """What the three methods of one attention module share during a forward."""
+    """The three methods of one attention module, and what they share during a forward."""
 
     def __init__(self, attn: Any):
         self.attn = attn
@@ -67,6 +67,18 @@ class _Part(Shadow):
         return self.call(*args, **kwargs)
 
 
+class _Unembedding(Shadow):
+    """Covers the unembedding's forward."""
+
+    def __init__(self, part: Any):
+        super().__init__()
+        self.part = part
+
+    def __call__(self, residual: Tensor) -> Tensor:
+        part = self.part
+        return part.hook_out(F.linear(part.hook_in(residual), part.W_U.T, part.b_U))
+
+
 def can_fuse(attn: Any) -> bool:
     """Whether scores, causal mask and softmax are all that this module's attention is."""
     cfg = attn.cfg
@@ -79,11 +91,7 @@ def can_fuse(attn: Any) -> bool:
 def cover_unembedding(unembed: Any, register: Callable[[Any], object]) -> None:
     """Have the unembedding multiply by W_U where it lies until the undo."""
     if type(unembed) is Unembed:
-        shadow_methods(unembed, {"forward": partial(_Part, partial(_unembed, unembed))}, register)
-
-
-def _unembed(part: Any, residual: Tensor) -> Tensor:
-    return part.hook_out(F.linear(part.hook_in(residual), part.W_U.T, part.b_U))
+        shadow_methods(unembed, {"forward": lambda: _Unembedding(unembed)}, register)
 
 
 def cover(attn: Any, register: Callable[[Any], object]) -> None:

@@ -17,7 +17,8 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
 from transformer_lens.utilities.activation_functions import apply_softcap
 
-from swd_lens.hosts import Begun, Start, require_before, require_kept
+from swd_lens.hosts.host import Begun, Start
+from swd_lens.hosts.prefixes import appended, require_before, require_kept, shape_only
 
 
 class _RepeatedEntry(TransformerLensKeyValueCacheEntry):
@@ -27,15 +28,12 @@ class _RepeatedEntry(TransformerLensKeyValueCacheEntry):
     """
 
     def __init__(self, keys: Tensor, values: Tensor, times: int):
-        super().__init__(_shape_only(keys, times), _shape_only(values, times), frozen=True)
+        super().__init__(shape_only(keys, times), shape_only(values, times), frozen=True)
         self.kept, self.times = (keys, values), times
 
     def append(self, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
-        return self._append(self.kept[0], new_keys), self._append(self.kept[1], new_values)
-
-    def _append(self, kept: Tensor, new: Tensor) -> Tensor:
-        rows = kept.expand(self.times, *kept.shape), new.unflatten(0, (self.times, -1))
-        return torch.cat(rows, dim=2).flatten(0, 1)
+        keys, values = self.kept
+        return appended(keys, new_keys, self.times, 1), appended(values, new_values, self.times, 1)
 
 
 class _PartialCache(TransformerLensKeyValueCache):
@@ -49,23 +47,13 @@ class _PartialCache(TransformerLensKeyValueCache):
 def _repeated(entry: Any, times: int, kept: bool) -> TransformerLensKeyValueCacheEntry:
     keys, values = entry.past_keys, entry.past_values
     if not kept:
-        return TransformerLensKeyValueCacheEntry(_shape_only(keys, times), _shape_only(values, times), frozen=True)
+        return TransformerLensKeyValueCacheEntry(shape_only(keys, times), shape_only(values, times), frozen=True)
     if times == 1:
         return entry
     if isinstance(entry, _RepeatedEntry):
         # Rows come copy after copy, so copies of copies are just more copies.
         return _RepeatedEntry(*entry.kept, entry.times * times)
     return _RepeatedEntry(keys, values, times)
-
-
-def _shapes(cache: Any, n: int) -> list[Any]:
-    """The first n entries without their keys and values."""
-    return [_repeated(entry, 1, kept=False) for entry in cache.entries[:n]]
-
-
-def _shape_only(tensor: Tensor, times: int) -> Tensor:
-    """As many rows as `times` copies would have, all one element; not a view, which would keep the whole alive."""
-    return tensor.new_zeros((1,) * tensor.ndim).expand(times * tensor.shape[0], *tensor.shape[1:])
 
 
 class _Filled(Exception):
@@ -119,7 +107,8 @@ class HookedRuns:
             cache.freeze()
             last = self._run(tokens[:, -1:], past_kv_cache=cache, stop_at_layer=layer)
         # Entries of the layers from `layer` on are empty, and no shapes.
-        return Begun(layer, earlier, last, _PartialCache(_shapes(cache, layer), cache.previous_attention_mask, layer))
+        shapes = [_repeated(entry, 1, kept=False) for entry in cache.entries[:layer]]
+        return Begun(layer, earlier, last, _PartialCache(shapes, cache.previous_attention_mask, layer))
 
     def _empty_cache(self, tokens: Tensor) -> TransformerLensKeyValueCache:
         return TransformerLensKeyValueCache.init_cache(self.model.cfg, self.model.cfg.device, len(tokens))
@@ -159,10 +148,16 @@ class HookedRuns:
         token_ids: Int[Tensor, " answer"] | None = None,
         short: bool = False,
     ) -> Float[Tensor, "batch _vocab"]:
+        n_layers = self.model.cfg.n_layers
         # Unembed the last position only: for long prompts the rest is most of the work and memory.
-        resid = self._last_residual(tokens, prefix, start, short)
+        if short and prefix is None and (start is None or start.layer < n_layers):
+            resid = self._short_last_block(self.residual(tokens, n_layers - 1, None, start))
+        else:
+            if start is not None and prefix is not None:
+                start = Start(start.layer, start.residual[:, -1:])
+            resid = self.residual(tokens, n_layers, prefix, start)[:, -1:]
         if token_ids is None:
-            return self.model(resid, start_at_layer=self.model.cfg.n_layers)[:, -1]
+            return self.model(resid, start_at_layer=n_layers)[:, -1]
         # As HookedTransformer.forward and Unembed.forward do, with some columns: nothing of the model needs to be patched.
         if self.model.cfg.normalization_type is not None:
             resid = self.model.ln_final(resid)
@@ -175,29 +170,8 @@ class HookedRuns:
     ) -> Float[Tensor, "batch pos vocab"]:
         return self.model(residual, start_at_layer=self.model.cfg.n_layers)
 
-    def _last_residual(self, tokens: Tensor, prefix: Any, start: Start | None, short: bool) -> Tensor:
-        """What leaves the last block at the last position, (batch, 1, d_model)."""
-        n_layers = self.model.cfg.n_layers
-        if short and prefix is None and (start is None or start.layer < n_layers):
-            if start is None:
-                return self._short_last_block(self._run(tokens, stop_at_layer=n_layers - 1))
-            return self._short_last_block(
-                self.model(start.residual, start_at_layer=start.layer, stop_at_layer=n_layers - 1)
-            )
-        if start is None:
-            return self.residual(tokens, n_layers, prefix)[:, -1:]
-        require_kept(prefix, start.layer)
-        resid = start.residual if prefix is None else start.residual[:, -1:]
-        if start.layer == n_layers:
-            return resid[:, -1:]
-        if prefix is None:
-            return self.model(resid, start_at_layer=start.layer, stop_at_layer=n_layers)[:, -1:]
-        # The mask is of all positions: upstream extends it only where it embeds.
-        mask = prefix.append_attention_mask(self._ones(resid))
-        return self._run_between(resid, start.layer, n_layers, mask, past_kv_cache=prefix)[:, -1:]
-
     def _short_last_block(self, resid: Tensor) -> Tensor:
-        """What leaves the last block at the last position: of the others only keys and values are computed."""
+        """The output of the last block at the last position; at the others only keys and values are computed."""
         cfg, layer = self.model.cfg, self.model.cfg.n_layers - 1
         if resid.shape[1] == 1:
             return self.model(resid, start_at_layer=layer, stop_at_layer=layer + 1)

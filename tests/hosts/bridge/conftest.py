@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
-from swd_lens.hosts import Host, Undo, host_of
+from swd_lens.base.interrupts import Step
+from swd_lens.hosts import Host, host_of
 from swd_lens.hosts.sites import Site
 from tests import families
 
@@ -42,15 +43,15 @@ class DenseUnits(nn.Module):
         return self.hook(dense(h))
 
 
-def swap_in(host: Host, site: Site, make: Callable[[HookPoint], nn.Module], undos: list[Undo]) -> None:
+def swap_in(host: Host, site: Site, make: Callable[[HookPoint], nn.Module], undos: list[Step]) -> None:
     hook = HookPoint()
     mode = host.model.training
     host.swap(site, make(hook).train(mode), hook.train(mode), undos.append)
 
 
-def swap_dense(host: Host, sites: list[Site]) -> Undo:
+def swap_dense(host: Host, sites: list[Site]) -> Step:
     """Units that compute each site's own matrix (read = W, write = 1), or hand on what the whole MLP computes."""
-    undos: list[Undo] = []
+    undos: list[Step] = []
 
     def undo() -> None:
         for one in reversed(undos):

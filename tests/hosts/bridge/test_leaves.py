@@ -1,12 +1,9 @@
 """Swapping on a bridge: units compute in place of the matrix, undoing leaves no trace, what would be wrong is refused."""
 
-import copy
-
 import pytest
 import torch
 
 from swd_lens.base.errors import UnsupportedHostError
-from swd_lens.hosts import Undo, host_of
 from tests.hosts.bridge.conftest import TOKENS, DenseUnits, close, fresh, sites_with, snapshot, swap_dense, swap_in
 
 

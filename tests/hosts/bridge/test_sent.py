@@ -4,18 +4,14 @@ import copy
 import io
 import pickle
 from multiprocessing.reduction import ForkingPickler
+
 import pytest
 import torch
-import swd_lens as swd
+
 from swd_lens import baselines
 from swd_lens.base.errors import AttachError
-from swd_lens.hosts import find_sites
-from swd_lens.hosts.bridge.leaves import leaves_of_block
 from swd_lens.units import attach
-from swd_lens.units.factors import Factors
 from tests import families
-from tests.edited import FACTOR_SEEN_BY_VALUE, FACTOR_SEEN_BY_VERSION, SEEN_BY_VALUE, SEEN_BY_VERSION
-
 
 TOKENS = families.some_tokens(2, 7)
 

@@ -13,6 +13,7 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.hosts import find_sites, host_of
+from swd_lens.hosts.families import FAMILIES, facts_of
 from swd_lens.hosts.sites import Site
 from tests import families
 from tests.hosts.bridge.conftest import TOKENS, close, fresh, swap_dense
@@ -42,36 +43,6 @@ TABLE: dict[str, list[tuple[dict, dict]]] = {
     # The MLP is no module of its own.
     "bert": [({**FULL, **PLAIN}, {"attn_qkv": (16, 48)})] * 2,
 }
-LLAMA_NAMES = {
-    **{f"attn_{x}": f"model.layers.{{}}.self_attn.{x}_proj" for x in "qkvo"},
-    **{"mlp_gate": "model.layers.{}.mlp.gate_proj", "mlp_in": "model.layers.{}.mlp.up_proj"},
-    "mlp_out": "model.layers.{}.mlp.down_proj",
-}
-HF_NAMES: dict[str, dict[str, str]] = {
-    "gpt2": {
-        **{"attn_qkv": "transformer.h.{}.attn.c_attn", "attn_o": "transformer.h.{}.attn.c_proj"},
-        **{"mlp_in": "transformer.h.{}.mlp.c_fc", "mlp_out": "transformer.h.{}.mlp.c_proj"},
-    },
-    "pythia": {
-        **{"attn_qkv": "gpt_neox.layers.{}.attention.query_key_value", "attn_o": "gpt_neox.layers.{}.attention.dense"},
-        **{"mlp_in": "gpt_neox.layers.{}.mlp.dense_h_to_4h", "mlp_out": "gpt_neox.layers.{}.mlp.dense_4h_to_h"},
-    },
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "gemma2"), LLAMA_NAMES),
-    "qwen3_5": {
-        **{"linear.attn_qkv": "model.layers.{}.linear_attn.in_proj_qkv"},
-        **{"attn_gate": "model.layers.{}.linear_attn.in_proj_z", "attn_beta": "model.layers.{}.linear_attn.in_proj_b"},
-        **{
-            "attn_decay": "model.layers.{}.linear_attn.in_proj_a",
-            "linear.attn_o": "model.layers.{}.linear_attn.out_proj",
-        },
-        **LLAMA_NAMES,
-    },
-    "bert": {
-        **{f"attn_{x[0]}": f"bert.encoder.layer.{{}}.attention.self.{x}" for x in ("query", "key", "value")},
-        **{"attn_o": "bert.encoder.layer.{}.attention.output.dense"},
-        **{"mlp_in": "bert.encoder.layer.{}.intermediate.dense", "mlp_out": "bert.encoder.layer.{}.output.dense"},
-    },
-}
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
@@ -83,8 +54,8 @@ def test_the_sites_of_every_family(name: str):
 
 
 def _reference_weight(name: str, model: nn.Module, site: Site, linear: bool) -> torch.Tensor:
-    names = HF_NAMES[name]
-    module = model.get_submodule(names[("linear." if linear else "") + site.kind].format(site.layer))
+    family = FAMILIES["llama"] if name == "qwen3_5" and not linear else facts_of(families.bridge(name)).family
+    module = model.get_submodule(f"{family.blocks[0]}.{site.layer}.{family.modules[site.kind]}")
     weight = module.weight if name == "gpt2" else module.weight.T
     if name == "pythia" and site.kind == "attn_qkv":
         # NeoX keeps each head's q, k and v together.
@@ -96,7 +67,7 @@ def _reference_weight(name: str, model: nn.Module, site: Site, linear: bool) -> 
 def test_weights_are_those_of_the_checkpoint(name: str):
     host, model = fresh(name), families.reference(name)
     for site in host.sites():
-        linear = name == "qwen3_5" and site.layer < 3 and site.kind in ("attn_qkv", "attn_o")
+        linear = site.layer < 3  # Qwen3.5's, all but the last
         assert torch.equal(host.weight(site), _reference_weight(name, model, site, linear)), site
 
 

