@@ -11,9 +11,9 @@ import torch
 
 import swd_lens as swd
 from swd_lens.analysis.graph import UnitGraph, groups, unit_graph
+from swd_lens.analysis.graph.data import records
 from swd_lens.analysis.graph.features import FeatureNumbers, cantor
 from swd_lens.analysis.graph.pinned import pinned_nodes
-from swd_lens.analysis.graph.result import records
 from swd_lens.circuits import Circuit, attribute
 from tests.analysis.audit_models import lettered, sparse_factors
 from tests.analysis.graph_checks import TOKENS, all_units, random_factors

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from swd_lens.analysis.graph import UnitGraph, draw, plot_unit_paths, unit_graph
-from swd_lens.analysis.graph.result import records
+from swd_lens.analysis.graph.data import records
 from swd_lens.base.errors import UnsealedFileWarning
 from swd_lens.base.sealed import seal
 from swd_lens.circuits import Circuit, attribute

@@ -17,9 +17,10 @@ import pandas as pd
 import torch
 
 from swd_lens.analysis.graph.build import activations_of, frozen_run, units_of_run
+from swd_lens.analysis.graph.data import records, table
 from swd_lens.analysis.graph.edges import ATTENTION, TOKEN, HeadPaths, Layout, head_paths, layout_of
 from swd_lens.analysis.graph.edges import KINDS as EDGE_KINDS
-from swd_lens.analysis.graph.result import UnitGraph, records, table
+from swd_lens.analysis.graph.result import UnitGraph
 from swd_lens.analysis.qk.parts import ScoreParts, parts_of
 from swd_lens.analysis.qk.scores import provenance, run_layers, sides_of
 from swd_lens.base.errors import quoted

@@ -13,10 +13,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from swd_lens.analysis.graph.data import NODES, table
 from swd_lens.analysis.graph.edges import LOGIT, TOKEN, Layout, NodeGroup, layout_of, weights
 from swd_lens.analysis.graph.frozen import FrozenRun, freeze, read_norms
 from swd_lens.analysis.graph.pruning import pruned
-from swd_lens.analysis.graph.result import NODES, UnitGraph, table
+from swd_lens.analysis.graph.result import UnitGraph
 from swd_lens.base import __version__
 from swd_lens.base.errors import legible, quoted, visible_token
 from swd_lens.base.surroundings import with_torch_defaults

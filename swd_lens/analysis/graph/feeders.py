@@ -11,9 +11,9 @@ import pandas as pd
 import torch
 
 from swd_lens.analysis.graph.build import activations_of, drawn_units, frozen_run, read_prompt
+from swd_lens.analysis.graph.data import table
 from swd_lens.analysis.graph.edges import TOKEN, Layout, NodeGroup, into, layout_of
 from swd_lens.analysis.graph.frozen import read_norms
-from swd_lens.analysis.graph.result import table
 from swd_lens.base.errors import legible
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import require_gradients, require_no_dropout

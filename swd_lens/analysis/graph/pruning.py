@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
+from swd_lens.analysis.graph.data import EDGES, table
 from swd_lens.analysis.graph.edges import KINDS, LOGIT, TOKEN, UNIT
-from swd_lens.analysis.graph.result import EDGES, UnitGraph, table
+from swd_lens.analysis.graph.result import UnitGraph
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, split_name
 
 

@@ -19,9 +19,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.analysis.graph.build import frozen_run, units_of_run
+from swd_lens.analysis.graph.data import records
 from swd_lens.analysis.graph.frozen import FrozenRun, before_cap
 from swd_lens.analysis.graph.responses import ResponseSlot, held_layers, responses
-from swd_lens.analysis.graph.result import UnitGraph, records
+from swd_lens.analysis.graph.result import UnitGraph
 from swd_lens.base.errors import quoted
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
