@@ -44,7 +44,7 @@ from swd_lens.units import attach
 @with_torch_defaults
 @dataclass(frozen=True, repr=False)
 class SideEffects:
-    """What one edit does to its own prompt, to other prompts and to text.
+    """The effect of one edit on its own prompt, on other prompts and on text.
 
     Attributes:
         edit: the edit.
