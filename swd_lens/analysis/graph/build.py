@@ -6,7 +6,7 @@
 4. Influence, and which edges are kept (pruning.py).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -98,7 +98,8 @@ def unit_graph(
     with torch.no_grad():
         read, run = held_run(attached, drawn, prompt, tokens, drawn, across=attention == "frozen")
         ids = None if read is None else list(read.ids)
-        answer_ids = _answer_ids(model, () if answers is None and targets is not None else answers, ids and run.logits)
+        answers = () if answers is None and targets is not None else answers
+        answer_ids = _answer_ids(model, answers, None if ids is None else run.logits)
         layout = layout_of(attached, drawn, run, answers=answer_ids, static=ids is None, cosine=normalize == "cosine")
         weight, kinds = weights(layout)
     more = "" if ids else ", name answers=[...] so that their logits can be reached, or give a prompt"
@@ -221,7 +222,7 @@ def drawn_units(attached: UnitSet, units: Any, targets: Any = None) -> tuple[dic
 
 
 def held_run(
-    attached: UnitSet, drawn: Iterable[Site], given: Any, tokens: Any, into: Sequence[Site], *, across: bool
+    attached: UnitSet, drawn: Iterable[Site], given: Any, tokens: Any, into: Collection[Site], *, across: bool
 ) -> tuple[Prompt | None, FrozenRun]:
     """The prompt and its run with all factors attached, held; without a prompt the host's norms alone.
 

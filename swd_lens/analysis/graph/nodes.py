@@ -17,7 +17,10 @@ from swd_lens.hosts.sites import WRITES_RESIDUAL, split_name
 
 # Viewers know these types; a unit of another one would not be drawn as a feature by all of them.
 _UNIT_TYPE, _ERROR_TYPE = "cross layer transcoder", "mlp reconstruction error"
-_READS_AND_WRITES = ("reads the residual stream", "writes to it")  # columns of a graph without a prompt
+_READS_AND_WRITES: tuple[str, ...] = (
+    "reads the residual stream",
+    "writes to it",
+)  # columns of a graph without a prompt
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ def _sums(
                 activation, name = find_activation(run.host, run.site, pre, gate_times, seen.inputs[out.name])
                 # A host in half precision: products in float32 all the same. One in float64 keeps it.
                 dtype = torch.float64 if pre.dtype == torch.float64 else torch.float32
-                kind = PairSums if len(paired) == 1 else GateUpSums
+                kind: Any = PairSums if len(paired) == 1 else GateUpSums
                 sums = kind(*(each.write() for each in paired), run.host.weight(out), activation, dtype)
                 bar.reset(len(paired[0].units) * sums.n_blocks(len(pre)) * run.n_batches)
             sums.add(*(each.z(seen) for each in paired), pre, gate_times, each=lambda: bar.update())

@@ -86,7 +86,7 @@ class QKScan(Record):
                 frame = frame[frame[name] >= least]
         cases = []
         for row in frame.head(n).to_dict("records"):
-            pair = QKPair(*(int(row[column(name)]) for name in _PAIR[:4]), float(row["gamma"]))
+            pair = QKPair(**{name: int(row[column(name)]) for name in _PAIR[:4]}, gamma=float(row["gamma"]))
             numbers = {name: float(row[column(name)]) for name in NUMBERS}
             cases.append(QKCase(pair=pair, prompt=int(row["prompt"]), **numbers))
         return cases
