@@ -1,15 +1,21 @@
 """What an edge of a unit graph claims, done to the host: nudge one unit and hold everything that the edge holds."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from swd_lens.analysis.graph import UnitGraph, unit_graph
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Site
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
+from tests.micro import toy_model
 
 TOKENS = [3, 7, 1, 12, 5]
+ALL = ("attn_q", "attn_v", "attn_o", "mlp_in", "mlp_out")
+PROMPTS = ({}, {"prompt": TOKENS}, {"prompt": TOKENS, "attention": "frozen"}, {"prompt": TOKENS[:1]})
 
 
 def random_factors(model: Any, *kinds: str, n_units: int = 5) -> dict[str, Factors]:
@@ -180,3 +186,15 @@ def held_hooks(model: Any, factors: Any) -> list[Any]:
 def set_hooks(node: str, strength: float, z: float, factors: Any) -> list[Any]:
     unit, _, position = node.partition("@")
     return swd.unit_hooks({unit: ("clamp", strength * z)}, factors, positions=int(position))
+
+
+def toy_graph(kinds: tuple[str, ...] = ALL, *, units: Any = None, **settings: Any) -> UnitGraph:
+    """A graph of the toy model, of all units of random factors of these kinds."""
+    model = toy_model()
+    factors = random_factors(model, *kinds)
+    return unit_graph(model, factors, all_units(factors) if units is None else units, **settings)
+
+
+def exported_json(graph: UnitGraph, folder: Path, **how: Any) -> dict[str, Any]:
+    """What `graph.export` wrote."""
+    return json.loads(graph.export(folder, **how).path.read_text(encoding="utf-8"))

@@ -10,13 +10,8 @@ from swd_lens import baselines
 from swd_lens.analysis.audit import audit, collect, top_contexts
 from swd_lens.analysis.audit.statistics import Statistics
 from swd_lens.hosts import host_of
-from tests.analysis.audit_models import lettered, made_scores, sparse_factors
+from tests.analysis.audit_models import made_scores, sparse_factors
 from tests.micro import random_tokens, toy_model
-
-
-@pytest.fixture(scope="module")
-def model():
-    return lettered()
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,8 @@ import torch
 from swd_lens import baselines
 from swd_lens.analysis.audit import Context, audit, top_contexts
 from swd_lens.analysis.audit.contexts import TokenNames, TopPlaces
-from tests.analysis.audit_models import activations, lettered, sparse_factors
+from tests.analysis.audit_models import activations, sparse_factors
 from tests.micro import random_tokens
-
-
-@pytest.fixture(scope="module")
-def model():
-    return lettered()
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,6 @@ SITE = "blocks.1.mlp_out"
 
 
 @pytest.fixture(scope="module")
-def model():
-    return lettered()
-
-
-@pytest.fixture(scope="module")
 def found(model):
     factors = sparse_factors(model, "mlp_out")
     return audit(model, factors, random_tokens(9, 8), n=3, scores=made_scores(factors), progress=False)

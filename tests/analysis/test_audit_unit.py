@@ -4,24 +4,7 @@ import pytest
 import torch
 
 from swd_lens.analysis.audit import audit
-from tests.analysis.audit_models import lettered, made_scores, sparse_factors
 from tests.micro import random_tokens
-
-
-@pytest.fixture(scope="module")
-def model():
-    return lettered()
-
-
-@pytest.fixture(scope="module")
-def factors(model):
-    return sparse_factors(model, "*_o*")  # attn_o and mlp_out
-
-
-@pytest.fixture(scope="module")
-def found(model, factors):
-    scores = {"a task": made_scores(factors), "another": made_scores(factors, seed=1)}
-    return audit(model, factors, random_tokens(9, 8), scores=scores, progress=False)
 
 
 def test_edges_of_mlp_out_are_neurons_and_residual_dimensions(found, factors):

@@ -4,21 +4,11 @@ import pytest
 import torch
 
 from swd_lens import baselines
-from swd_lens.analysis.audit import audit, logit_effect
+from swd_lens.analysis.audit import logit_effect
 from swd_lens.analysis.audit.vectors import edges_of
 from swd_lens.hosts.sites import Ends, Span
-from tests.analysis.audit_models import lettered, made_scores, sparse_factors
+from tests.analysis.audit_models import lettered
 from tests.micro import random_tokens
-
-
-@pytest.fixture(scope="module")
-def model():
-    return lettered()
-
-
-@pytest.fixture(scope="module")
-def factors(model):
-    return sparse_factors(model, "mlp_out")
 
 
 def test_logit_effect_by_hand(model):
@@ -48,12 +38,6 @@ def test_an_rms_norm_does_not_take_the_mean_out():
     by_letter = dict(effect.promoted)
     expected = {chr(ord("a") + i): value for i, value in enumerate((logits - logits.mean()).tolist())}
     assert by_letter == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.fixture(scope="module")
-def found(model, factors):
-    scores = {"a task": made_scores(factors), "another": made_scores(factors, seed=1)}
-    return audit(model, factors, random_tokens(9, 8), scores=scores, progress=False)
 
 
 def test_names_of_every_end():

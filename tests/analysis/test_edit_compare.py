@@ -12,15 +12,10 @@ from swd_lens.base.errors import AttachError, EditError
 from swd_lens.hosts import find_sites
 from swd_lens.units import attach
 from tests.hosts.test_interrupts import everything
-from tests.micro import random_tokens, toy_model
+from tests.micro import random_tokens
 
 PROMPT, OTHERS, TEXT = random_tokens(1, 6)[0], list(random_tokens(5, 7, seed=3)), random_tokens(7, 9, seed=4)
 OTHERS = [*OTHERS[:3], OTHERS[3][:4], OTHERS[4][:4]]  # of two lengths
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
 
 
 def test_lora_reaches_the_requested_margins_and_leaves_the_host_alone(model):

@@ -26,11 +26,6 @@ EDITS = ("analysis/edit/edited.py", "base/surroundings.py", "hosts/weights.py")
 
 
 @pytest.fixture(scope="module")
-def model():
-    return toy_model()
-
-
-@pytest.fixture(scope="module")
 def factors(model):
     return baselines.svd(model, ["mlp_out", "attn_o"])
 

@@ -14,14 +14,9 @@ from swd_lens.base.errors import AttachError, EditError
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors, FactorSet, fingerprint
-from tests.micro import identity_factors, micro_model, random_tokens, toy_model
+from tests.micro import identity_factors, micro_model, random_tokens
 
 PROMPT, SITES = random_tokens(1, 6)[0], ("blocks.0.mlp_out", "blocks.0.attn_o")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,10 @@ from swd_lens.base.errors import EditError
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.sites import parse_unit
 from swd_lens.units.factors import FactorSet
-from tests.micro import identity_factors, micro_model, random_split, random_tokens, toy_model
+from tests.micro import identity_factors, micro_model, random_split, random_tokens
 
 PROMPT, OTHERS, TEXT = random_tokens(1, 6)[0], list(random_tokens(5, 7, seed=3)), random_tokens(7, 9, seed=4)
 OTHERS = [*OTHERS[:3], OTHERS[3][:4], OTHERS[4][:4]]  # of two lengths
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,9 @@ import torch
 from swd_lens import baselines
 from swd_lens.analysis.edit import edit_unit
 from swd_lens.base.errors import EditError
-from tests.micro import random_tokens, toy_model
+from tests.micro import random_tokens
 
 PROMPT, SITES = random_tokens(1, 6)[0], ("blocks.0.mlp_out", "blocks.0.attn_o")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
 
 
 @pytest.fixture(scope="module")

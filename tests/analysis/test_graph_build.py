@@ -5,12 +5,7 @@ import pytest
 import torch
 
 from swd_lens.analysis.graph import unit_graph
-from tests.analysis.graph_checks import (
-    APART,
-    TOKENS,
-    all_units,
-    random_factors,
-)
+from tests.analysis.graph_checks import APART, TOKENS, all_units, random_factors
 from tests.micro import toy_model
 
 

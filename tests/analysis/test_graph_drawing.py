@@ -4,19 +4,12 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from swd_lens.analysis.graph import UnitGraph, draw, unit_graph
-from tests.analysis.graph_checks import TOKENS, all_units, random_factors
-from tests.micro import toy_model
-
-
-def _graph(**settings) -> UnitGraph:
-    model = toy_model()
-    factors = random_factors(model, "attn_v", "attn_o", "mlp_in", "mlp_out")
-    return unit_graph(model, factors, all_units(factors), **settings)
+from swd_lens.analysis.graph import draw
+from tests.analysis.graph_checks import TOKENS, toy_graph
 
 
 def test_odd_names_are_seen_in_the_drawing_and_in_its_words():
-    graph = _graph(prompt=TOKENS)
+    graph = toy_graph(prompt=TOKENS)
     unit = graph.nodes[graph.nodes["kind"] == "unit"].iloc[0]
     page = draw(graph, {f"{unit['site']}/{unit['unit']}": "a\x1b\x00\u202e"})._repr_html_()
     assert "a␛␀⟨U+202E⟩" in page and not [c for c in page if not c.isprintable() and c != "\n"]
@@ -28,7 +21,7 @@ def _elements(svg: str, tag: str) -> list:
 
 @pytest.mark.parametrize("settings", [{}, {"prompt": TOKENS}, {"prompt": TOKENS, "attention": "frozen"}])
 def test_the_drawing_shows_every_node_and_edge(settings, tmp_path):
-    graph = _graph(**settings)
+    graph = toy_graph(**settings)
     drawing = draw(graph)
     boxes, paths = _elements(drawing.svg, "rect"), _elements(drawing.svg, "path")
     assert len(boxes) == len(graph.nodes) and len(paths) == len(graph.edges)
@@ -48,7 +41,7 @@ def test_the_drawing_shows_every_node_and_edge(settings, tmp_path):
 
 
 def test_labels_are_escaped():
-    graph = _graph(prompt=TOKENS)
+    graph = toy_graph(prompt=TOKENS)
     unit = graph.nodes[graph.nodes["kind"] == "unit"].iloc[0]
     name = f"{unit['site']}/{unit['unit']}"
     drawing = draw(graph, {name: "<script>alert('x')</script>"})

@@ -7,40 +7,20 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from swd_lens.analysis.graph import UnitGraph, unit_graph
-from tests.analysis.graph_checks import TOKENS, all_units, random_factors
-from tests.analysis.viewer_rules import (
-    check_drawn,
-    check_neuronpedia,
-    circuit_tracer_row,
-    neuronpedia_row,
-    unpaired,
-)
-from tests.micro import toy_model
-
-ALL = ("attn_q", "attn_v", "attn_o", "mlp_in", "mlp_out")
-PROMPTS = ({}, {"prompt": TOKENS}, {"prompt": TOKENS, "attention": "frozen"}, {"prompt": TOKENS[:1]})
-
-
-def _graph(kinds: tuple[str, ...] = ALL, *, units: Any = None, **settings: Any) -> UnitGraph:
-    model = toy_model()
-    factors = random_factors(model, *kinds)
-    return unit_graph(model, factors, all_units(factors) if units is None else units, **settings)
-
-
-def _json(graph: UnitGraph, folder: Path, **how: Any) -> dict[str, Any]:
-    return json.loads(graph.export(folder, **how).path.read_text(encoding="utf-8"))
+from swd_lens.analysis.graph import UnitGraph
+from tests.analysis.graph_checks import PROMPTS, TOKENS, exported_json, toy_graph
+from tests.analysis.viewer_rules import check_drawn, check_neuronpedia, circuit_tracer_row, neuronpedia_row, unpaired
 
 
 @pytest.mark.parametrize("settings", PROMPTS)
 def test_frontends_drop_nothing_and_have_a_row_for_everything(settings: dict[str, Any], tmp_path: Path) -> None:
-    graph = _graph(**settings)
-    written = _json(graph, tmp_path / "tracer")
+    graph = toy_graph(**settings)
+    written = exported_json(graph, tmp_path / "tracer")
     check_drawn(written)
     rows = [circuit_tracer_row(written, node) for node in written["nodes"]]
     assert min(rows) >= 0 and max(rows) <= 2 + 1
     for scan in ("gemma-2-2b", "gpt2-small"):
-        written = _json(graph, tmp_path / scan, target="neuronpedia", scan=scan)
+        written = exported_json(graph, tmp_path / scan, target="neuronpedia", scan=scan)
         check_neuronpedia(written, n_layers=2)
         of_block_0 = [n for n in written["nodes"] if n["clerp"].startswith("blocks.0.")]
         # Not on the embeddings' row, which is where gpt2-small's block 0 once lay.
@@ -51,7 +31,7 @@ def test_frontends_drop_nothing_and_have_a_row_for_everything(settings: dict[str
 
 
 def test_a_folder_lists_its_graphs_and_keeps_what_others_wrote(tmp_path: Path) -> None:
-    graph = _graph(prompt=TOKENS)
+    graph = toy_graph(prompt=TOKENS)
     for slug in ("one", "two", "one"):
         exported = graph.export(tmp_path, slug=slug)
         assert (
@@ -75,7 +55,7 @@ def test_a_folder_lists_its_graphs_and_keeps_what_others_wrote(tmp_path: Path) -
 
 
 def test_names_that_frontends_refuse(tmp_path: Path) -> None:
-    graph = _graph(prompt=TOKENS)
+    graph = toy_graph(prompt=TOKENS)
     with pytest.raises(ValueError, match="slug='a b'"):
         graph.export(tmp_path, slug="a b")
     with pytest.raises(ValueError, match=r"slug='\.\./x'"):
@@ -87,14 +67,14 @@ def test_names_that_frontends_refuse(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     # A host's own name is made to fit.
     graph = UnitGraph(graph.nodes, graph.edges, {**graph.settings, "model": "HuggingFaceTB/SmolLM2-135M"})
-    assert _json(graph, tmp_path, target="neuronpedia")["metadata"]["scan"] == "HuggingFaceTB-SmolLM2-135M"
+    assert exported_json(graph, tmp_path, target="neuronpedia")["metadata"]["scan"] == "HuggingFaceTB-SmolLM2-135M"
     graph = UnitGraph(graph.nodes, graph.edges, {**graph.settings, "model": "gpt2"})
-    assert _json(graph, tmp_path, target="neuronpedia")["metadata"]["scan"] == "gpt2-small"
+    assert exported_json(graph, tmp_path, target="neuronpedia")["metadata"]["scan"] == "gpt2-small"
 
 
 @pytest.mark.parametrize("slug", ["graph-metadata", "Graph-Metadata", "run", ".hidden"])
 def test_a_graph_takes_no_place_of_a_file_of_ours(slug: str, tmp_path: Path) -> None:
-    graph = _graph(prompt=TOKENS)
+    graph = toy_graph(prompt=TOKENS)
     graph.export(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
     with pytest.raises(ValueError, match=f"slug '{slug}'"):
@@ -103,21 +83,23 @@ def test_a_graph_takes_no_place_of_a_file_of_ours(slug: str, tmp_path: Path) -> 
 
 
 def test_neuronpedia_is_warned_of_a_graph_of_block_0_alone(tmp_path: Path) -> None:
-    graph = _graph(units=["blocks.0.attn_o", "blocks.0.mlp_in"])
+    graph = toy_graph(units=["blocks.0.attn_o", "blocks.0.mlp_in"])
     with pytest.warns(UserWarning, match="one row higher"):
-        written = _json(graph, tmp_path, target="neuronpedia")
+        written = exported_json(graph, tmp_path, target="neuronpedia")
     check_neuronpedia(written, n_layers=2)
     assert {unpaired(node["feature"])[0] for node in written["nodes"]} == {0}
 
 
 def test_thresholds_stand_where_each_frontend_reads_them(tmp_path: Path) -> None:
-    graph = _graph(prompt=TOKENS)
-    tracer, neuronpedia = (_json(graph, tmp_path, target=target) for target in ("circuit-tracer", "neuronpedia"))
+    graph = toy_graph(prompt=TOKENS)
+    tracer, neuronpedia = (
+        exported_json(graph, tmp_path, target=target) for target in ("circuit-tracer", "neuronpedia")
+    )
     assert tracer["metadata"]["node_threshold"] == neuronpedia["metadata"]["node_threshold"] == 1
     # In circuit-tracer's page a threshold among the qParams wins over the slider.
     assert "pruningThreshold" not in tracer["qParams"] and neuronpedia["qParams"]["pruningThreshold"] == 1
     assert tracer["metadata"]["schema_version"] == neuronpedia["metadata"]["schema_version"] == 1
     # Influence is a cumulative share of all nodes, errors too; without a prompt it is of weights.
-    for written in (tracer, _json(_graph(), tmp_path)):
+    for written in (tracer, exported_json(toy_graph(), tmp_path)):
         shown = sorted(node["influence"] for node in written["nodes"])
         assert shown[0] < 0.5 and shown[-1] == pytest.approx(1.0) and len(set(shown)) > len(shown) / 2

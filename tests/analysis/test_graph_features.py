@@ -2,36 +2,20 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.analysis.graph import UnitGraph, unit_graph
+from swd_lens.analysis.graph import unit_graph
 from swd_lens.analysis.graph.features import FeatureNumbers, cantor
 from tests.analysis.audit_models import lettered, sparse_factors
-from tests.analysis.graph_checks import TOKENS, all_units, random_factors
-from tests.analysis.viewer_rules import (
-    unpaired,
-)
-from tests.micro import toy_model
-
-ALL = ("attn_q", "attn_v", "attn_o", "mlp_in", "mlp_out")
-
-
-def _graph(kinds: tuple[str, ...] = ALL, *, units: Any = None, **settings: Any) -> UnitGraph:
-    model = toy_model()
-    factors = random_factors(model, *kinds)
-    return unit_graph(model, factors, all_units(factors) if units is None else units, **settings)
-
-
-def _json(graph: UnitGraph, folder: Path, **how: Any) -> dict[str, Any]:
-    return json.loads(graph.export(folder, **how).path.read_text(encoding="utf-8"))
+from tests.analysis.graph_checks import TOKENS, all_units, toy_graph
+from tests.analysis.viewer_rules import unpaired
 
 
 def test_units_of_several_sites_of_a_layer_have_numbers_of_their_own() -> None:
-    graph = _graph(prompt=TOKENS)
+    graph = toy_graph(prompt=TOKENS)
     numbers = FeatureNumbers.of(graph)
     sites = [site for site in graph.settings["factors"] if site.startswith("blocks.1.")]
     indices = {numbers.index(site, unit) for site in sites for unit in range(5)}
@@ -39,9 +23,9 @@ def test_units_of_several_sites_of_a_layer_have_numbers_of_their_own() -> None:
     assert unpaired(numbers.number("blocks.1.mlp_in", 3)) == (1, 3 * 5 + 3)  # 5 sites, mlp_in the fourth
     assert unpaired(cantor(27, 300_000)) == (27, 300_000)
     # One site in a layer: the unit's own number; and another graph of the same factors has the same numbers.
-    alone = _graph(("mlp_out",), prompt=TOKENS)
+    alone = toy_graph(("mlp_out",), prompt=TOKENS)
     assert FeatureNumbers.of(alone).index("blocks.1.mlp_out", 4) == 4
-    assert FeatureNumbers.of(_graph(units="blocks.*.mlp_out", prompt=TOKENS)) == numbers
+    assert FeatureNumbers.of(toy_graph(units="blocks.*.mlp_out", prompt=TOKENS)) == numbers
     assert FeatureNumbers.of(alone).name != numbers.name
 
 
@@ -84,5 +68,5 @@ def test_feature_files_hold_what_the_audit_knows(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the audit: the graph was made of other factors"):
         graph.export(tmp_path, audit=others)
     url = "https://example.org/features"
-    details = _json(graph, tmp_path, target="neuronpedia", features_url=url)["metadata"]["feature_details"]
+    details = exported_json(graph, tmp_path, target="neuronpedia", features_url=url)["metadata"]["feature_details"]
     assert details == {"feature_json_base_url": url}

@@ -3,13 +3,7 @@
 import pytest
 
 from swd_lens.analysis.graph import feeders, unit_graph
-from tests.analysis.graph_checks import (
-    APART,
-    TOKENS,
-    all_units,
-    random_factors,
-    weights_of,
-)
+from tests.analysis.graph_checks import APART, TOKENS, all_units, random_factors, weights_of
 from tests.micro import toy_model
 
 

@@ -8,15 +8,7 @@ from swd_lens.analysis.graph import replays, unit_graph
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
-from tests.analysis.graph_checks import (
-    APART,
-    HOSTS,
-    TOKENS,
-    all_units,
-    nudged,
-    random_factors,
-    weights_of,
-)
+from tests.analysis.graph_checks import APART, HOSTS, TOKENS, all_units, nudged, random_factors, weights_of
 from tests.micro import toy_model
 
 

@@ -8,23 +8,14 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.analysis.graph import UnitGraph, groups, unit_graph
+from swd_lens.analysis.graph import groups, unit_graph
 from tests.analysis.audit_models import lettered, sparse_factors
-from tests.analysis.graph_checks import TOKENS, all_units, random_factors
-from tests.micro import toy_model
-
-ALL = ("attn_q", "attn_v", "attn_o", "mlp_in", "mlp_out")
-
-
-def _graph(kinds: tuple[str, ...] = ALL, *, units: Any = None, **settings: Any) -> UnitGraph:
-    model = toy_model()
-    factors = random_factors(model, *kinds)
-    return unit_graph(model, factors, all_units(factors) if units is None else units, **settings)
+from tests.analysis.graph_checks import TOKENS, all_units, toy_graph
 
 
 def test_groups_by_label(tmp_path: Path) -> None:
     labels = {"blocks.0.mlp_in/1": "names", "blocks.1.mlp_in/2": "names", "blocks.1.mlp_in/3": "alone"}
-    graph = _graph(prompt=TOKENS, keep=None, labels=labels)
+    graph = toy_graph(prompt=TOKENS, keep=None, labels=labels)
     assert groups(graph) == {"names": groups(graph)["names"]}
     assert set(groups(graph)["names"]) == {"blocks.0.mlp_in/1@4", "blocks.1.mlp_in/2@4"}
     ways: list[dict[str, Any]] = [{"target": "neuronpedia"}, {"groups": groups(graph)}]

@@ -1,40 +1,20 @@
 """Nodes and links of viewers: sums at every node, and texts."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swd_lens.analysis.graph import UnitGraph, unit_graph
 from swd_lens.analysis.graph.data import records
-from tests.analysis.graph_checks import TOKENS, all_units, random_factors
-from tests.analysis.viewer_rules import (
-    ERROR,
-    check_drawn,
-    entering,
-)
-from tests.micro import toy_model
-
-ALL = ("attn_q", "attn_v", "attn_o", "mlp_in", "mlp_out")
-PROMPTS = ({}, {"prompt": TOKENS}, {"prompt": TOKENS, "attention": "frozen"}, {"prompt": TOKENS[:1]})
-
-
-def _graph(kinds: tuple[str, ...] = ALL, *, units: Any = None, **settings: Any) -> UnitGraph:
-    model = toy_model()
-    factors = random_factors(model, *kinds)
-    return unit_graph(model, factors, all_units(factors) if units is None else units, **settings)
-
-
-def _json(graph: UnitGraph, folder: Path, **how: Any) -> dict[str, Any]:
-    return json.loads(graph.export(folder, **how).path.read_text(encoding="utf-8"))
+from tests.analysis.graph_checks import PROMPTS, TOKENS, exported_json, toy_graph
+from tests.analysis.viewer_rules import ERROR, check_drawn, entering
 
 
 @pytest.mark.parametrize("settings", PROMPTS[1:])
 def test_links_into_a_node_add_up_to_its_activation(settings: dict[str, Any], tmp_path: Path) -> None:
     for keep in (12, None):
-        graph = _graph(**settings, keep=keep)
-        written = _json(graph, tmp_path)
+        graph = toy_graph(**settings, keep=keep)
+        written = exported_json(graph, tmp_path)
         sums = entering(written)
         nodes = {node["node_id"]: node for node in written["nodes"]}
         counted = 0
@@ -55,10 +35,10 @@ def test_links_into_a_node_add_up_to_its_activation(settings: dict[str, Any], tm
 
 
 def test_texts_that_would_be_tags_or_ends_of_an_answer(tmp_path: Path) -> None:
-    graph = _graph(prompt=TOKENS, labels={"blocks.0.mlp_in/1": "<img src=x onerror=alert(1)>"})
+    graph = toy_graph(prompt=TOKENS, labels={"blocks.0.mlp_in/1": "<img src=x onerror=alert(1)>"})
     graph.nodes.loc[graph.nodes["kind"] == "logit", "label"] = 'a "(p=2)" <b>'
-    written = _json(graph, tmp_path)
+    written = exported_json(graph, tmp_path)
     check_drawn(written)
     assert not any("<" in node["clerp"] for node in written["nodes"])
-    labelled = [n["clerp"] for n in _json(graph, tmp_path, target="neuronpedia")["nodes"]]
+    labelled = [n["clerp"] for n in exported_json(graph, tmp_path, target="neuronpedia")["nodes"]]
     assert "<img src=x onerror=alert(1)> (blocks.0.mlp_in/1)" in labelled

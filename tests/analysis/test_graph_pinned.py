@@ -1,20 +1,14 @@
 """What a viewer shows when it opens."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from swd_lens.analysis.graph import UnitGraph, unit_graph
+from swd_lens.analysis.graph import unit_graph
 from swd_lens.analysis.graph.pinned import pinned_nodes
 from swd_lens.circuits import Circuit, attribute
-from tests.analysis.graph_checks import TOKENS, random_factors
+from tests.analysis.graph_checks import TOKENS, exported_json, random_factors
 from tests.micro import random_split, toy_model
-
-
-def _json(graph: UnitGraph, folder: Path, **how: Any) -> dict[str, Any]:
-    return json.loads(graph.export(folder, **how).path.read_text(encoding="utf-8"))
 
 
 def test_a_circuit_is_pinned_and_what_is_asked_for(tmp_path: Path) -> None:
@@ -37,7 +31,7 @@ def test_a_circuit_is_pinned_and_what_is_asked_for(tmp_path: Path) -> None:
         "token@0",
     ]
     assert set(pinned_nodes(graph, circuit)) == set(graph.nodes["node"][graph.nodes["kind"] == "unit"])
-    written = _json(graph, tmp_path, pinned=[unit])
+    written = exported_json(graph, tmp_path, pinned=[unit])
     assert len(written["qParams"]["pinnedIds"]) == len(TOKENS)
     with pytest.raises(ValueError, match=r"blocks\.0\.mlp_in/99 is pinned but not in the graph"):
         graph.export(tmp_path, pinned=["blocks.0.mlp_in/99"])

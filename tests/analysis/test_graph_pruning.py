@@ -4,12 +4,7 @@ import pytest
 
 from swd_lens.analysis.graph import feeders, unit_graph
 from swd_lens.units.factors import Factors
-from tests.analysis.graph_checks import (
-    APART,
-    TOKENS,
-    all_units,
-    random_factors,
-)
+from tests.analysis.graph_checks import APART, TOKENS, all_units, random_factors
 from tests.micro import toy_model
 
 

@@ -8,13 +8,7 @@ import torch
 
 import swd_lens as swd
 from swd_lens.analysis.graph import Replays, replays, unit_graph
-from tests.analysis.graph_checks import (
-    TOKENS,
-    all_units,
-    random_factors,
-    set_hooks,
-    shown_values,
-)
+from tests.analysis.graph_checks import TOKENS, all_units, random_factors, set_hooks, shown_values
 from tests.micro import toy_model
 
 FEW = ("attn_v", "attn_o", "mlp_out")  # queries, keys and MLP inputs stay dense

@@ -10,7 +10,7 @@ from swd_lens.analysis.graph import UnitGraph, unit_graph
 from swd_lens.analysis.graph.data import records
 from swd_lens.base.sealed import seal
 from swd_lens.circuits import Circuit, attribute
-from tests.analysis.graph_checks import TOKENS, all_units, random_factors
+from tests.analysis.graph_checks import TOKENS, random_factors, toy_graph
 from tests.micro import random_split, toy_model
 
 # What Neuronpedia's graph-schema.json and circuit-tracer's graph_models.py require, and of what type.
@@ -29,12 +29,6 @@ NODE_OPTIONAL = {"influence": (float, type(None)), "activation": (float, type(No
 LINK = {"source": str, "target": str, "weight": float}
 
 
-def _graph(**settings) -> UnitGraph:
-    model = toy_model()
-    factors = random_factors(model, "attn_v", "attn_o", "mlp_in", "mlp_out")
-    return unit_graph(model, factors, all_units(factors), **settings)
-
-
 def _written(graph: UnitGraph, path) -> dict:
     graph.to_json(path, slug="by-hand")
     return json.loads(path.read_text())
@@ -42,7 +36,7 @@ def _written(graph: UnitGraph, path) -> dict:
 
 @pytest.mark.parametrize("settings", [{}, {"prompt": TOKENS}, {"prompt": TOKENS, "attention": "frozen"}])
 def test_json_is_what_viewers_read(settings, tmp_path):
-    graph = _graph(**settings)
+    graph = toy_graph(**settings)
     written = _written(graph, tmp_path / "graph.json")
     for part, keys in (("metadata", METADATA), ("qParams", QPARAMS)):
         assert all(isinstance(written[part][key], kind) for key, kind in keys.items())
@@ -83,7 +77,7 @@ def test_json_round_trip(tmp_path):
     for i, settings in enumerate(
         ({}, {"prompt": TOKENS, "attention": "frozen", "labels": {"blocks.0.mlp_in/1": "π <b>"}})
     ):
-        graph = _graph(**settings)
+        graph = toy_graph(**settings)
         graph.to_json(tmp_path / f"{i}.json")
         loaded = UnitGraph.load(tmp_path / f"{i}.json")
         pd.testing.assert_frame_equal(loaded.nodes, graph.nodes)
@@ -102,7 +96,7 @@ def test_files_that_are_no_graph(tmp_path):
         (tmp_path / "other.json").write_text(text)
         with pytest.raises(ValueError, match="not a graph that swd_lens wrote"):
             UnitGraph.load(tmp_path / "other.json")
-    written = _written(_graph(), tmp_path / "later.json")
+    written = _written(toy_graph(), tmp_path / "later.json")
     written["metadata"]["swd_lens"]["version"] = 99
     (tmp_path / "later.json").write_text(json.dumps(written))
     with pytest.raises(ValueError, match=r"format 99.*update swd_lens"):
@@ -111,7 +105,7 @@ def test_files_that_are_no_graph(tmp_path):
 
 def test_what_viewers_change_is_theirs_and_the_graph_is_not(tmp_path):
     """A changed weight of the graph was once read as if it were its own."""
-    path, graph = tmp_path / "graph.json", _graph(prompt=TOKENS)
+    path, graph = tmp_path / "graph.json", toy_graph(prompt=TOKENS)
     written = _written(graph, path)
     written["qParams"]["pinnedIds"] = ["x"]
     written["nodes"][0]["clerp"] = "named by a reader"
@@ -135,7 +129,7 @@ def test_what_viewers_change_is_theirs_and_the_graph_is_not(tmp_path):
 )
 def test_other_values_are_no_graph(tmp_path, change):
     path = tmp_path / "graph.json"
-    written = _written(_graph(prompt=TOKENS), path)
+    written = _written(toy_graph(prompt=TOKENS), path)
     change(written["metadata"]["swd_lens"])
     written["metadata"]["swd_lens"] = seal(written["metadata"]["swd_lens"])
     path.write_text(json.dumps(written))

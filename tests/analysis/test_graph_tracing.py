@@ -1,30 +1,12 @@
 """Query-key pairs of the places that a node's edges run through."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pandas as pd
 
-from swd_lens.analysis.graph import UnitGraph, unit_graph
-from tests.analysis.graph_checks import TOKENS, all_units, random_factors
-from tests.analysis.viewer_rules import (
-    unpaired,
-)
-from tests.micro import toy_model
-
-ALL = ("attn_q", "attn_v", "attn_o", "mlp_in", "mlp_out")
-
-
-def _graph(kinds: tuple[str, ...] = ALL, *, units: Any = None, **settings: Any) -> UnitGraph:
-    model = toy_model()
-    factors = random_factors(model, *kinds)
-    return unit_graph(model, factors, all_units(factors) if units is None else units, **settings)
-
-
-def _json(graph: UnitGraph, folder: Path, **how: Any) -> dict[str, Any]:
-    return json.loads(graph.export(folder, **how).path.read_text(encoding="utf-8"))
+from tests.analysis.graph_checks import TOKENS, exported_json, toy_graph
+from tests.analysis.viewer_rules import unpaired
 
 
 def _attention() -> SimpleNamespace:
@@ -51,9 +33,9 @@ def _attention() -> SimpleNamespace:
 
 def test_query_key_pairs_of_the_places_that_edges_run_through(tmp_path: Path) -> None:
     units = [("blocks.1.attn_o", 0), ("blocks.1.attn_v", 1), ("blocks.1.attn_v", 3), ("blocks.1.attn_q", 0)]
-    graph = _graph(units=units, prompt=TOKENS, attention="frozen", isolated=True)
+    graph = toy_graph(units=units, prompt=TOKENS, attention="frozen", isolated=True)
     for target, rows_up in (("circuit-tracer", 0), ("neuronpedia", 0)):
-        written = _json(graph, tmp_path, attention=_attention(), target=target)
+        written = exported_json(graph, tmp_path, attention=_attention(), target=target)
         traced = {n["node_id"]: n["qk_tracing_results"] for n in written["nodes"] if "qk_tracing_results" in n}
         # Five sites: attn_q is 0, attn_v 1, attn_o 2, mlp_in 3; index = unit * 5 + place.
         assert list(traced) == [f"{1 + rows_up}_2_4"]

@@ -20,14 +20,7 @@ from swd_lens.analysis.audit.drawing import draw_layers
 from swd_lens.analysis.audit.labels import UnitLabels, sealed_line
 from swd_lens.analysis.audit.statistics import SiteAudit
 from swd_lens.analysis.audit.unit import TaskRank, UnitProfile
-from swd_lens.analysis.audit.vectors import (
-    LogitEffect,
-    Readout,
-    edges_of,
-    nearest_writes,
-    read_vectors,
-    write_vectors,
-)
+from swd_lens.analysis.audit.vectors import LogitEffect, Readout, edges_of, nearest_writes, read_vectors, write_vectors
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import brief, legible, quoted, seen, visible_token
 from swd_lens.base.files import atomic
@@ -276,13 +269,7 @@ class Audit:
         return pd.DataFrame(rows, columns=columns).sort_values(["layer", "layer order"], ignore_index=True)
 
     def excerpts(
-        self,
-        units: Any = None,
-        *,
-        task: str | None = None,
-        per_layer: int = 2,
-        n: int = 3,
-        around: int = 5,
+        self, units: Any = None, *, task: str | None = None, per_layer: int = 2, n: int = 3, around: int = 5
     ) -> pd.DataFrame:
         """Label and top excerpts per unit (the paper's table of contexts), the peak token between « and ».
 

@@ -265,10 +265,7 @@ def _require_index(site: str, index: int, n_units: int) -> None:
 
 @with_torch_defaults
 def unit_hooks(
-    changes: Mapping[Any, tuple[str, float | int]],
-    factors: Any = None,
-    *,
-    positions: str | int | Sequence[int] = "all",
+    changes: Mapping[Any, tuple[str, float | int]], factors: Any = None, *, positions: str | int | Sequence[int] = "all"
 ) -> list[tuple[str, Callable[..., Any]]]:
     """Hooks that scale, clamp or add to units: for `model.hooks(fwd_hooks=...)` and `model.run_with_hooks(...)` while attached.
 

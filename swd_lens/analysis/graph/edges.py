@@ -26,13 +26,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from swd_lens.analysis.graph.frozen import (
-    PRE_ACTIVATION,
-    FrozenRun,
-    by_head,
-    final_reading,
-    norm_before,
-)
+from swd_lens.analysis.graph.frozen import PRE_ACTIVATION, FrozenRun, by_head, final_reading, norm_before
 from swd_lens.hosts import sites_of
 from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site
 from swd_lens.units import UnitSet

@@ -18,13 +18,7 @@ from torch import Tensor
 from swd_lens.analysis.interactions.activation import find_activation
 from swd_lens.analysis.interactions.difference import GateUpSums, PairSums
 from swd_lens.analysis.interactions.result import UnitInteractions, UpUnits
-from swd_lens.analysis.interactions.site import (
-    SiteRun,
-    attached,
-    paired_factors,
-    site_named,
-    text_of,
-)
+from swd_lens.analysis.interactions.site import SiteRun, attached, paired_factors, site_named, text_of
 from swd_lens.base.checks import bounded
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.base.progress import tqdm
@@ -38,14 +32,7 @@ from swd_lens.units.match import weight_fingerprint
 
 @with_torch_defaults
 def unit_interactions(
-    model: Any,
-    factors: Any,
-    site: Pattern,
-    tokens: Any,
-    *,
-    top: int = 128,
-    batch_size: int = 16,
-    progress: bool = True,
+    model: Any, factors: Any, site: Pattern, tokens: Any, *, top: int = 128, batch_size: int = 16, progress: bool = True
 ) -> UnitInteractions:
     """Contextual pair interactions through the MLP's activation (paper, app. "Interaction Patterns"; exact, no sampling).
 
