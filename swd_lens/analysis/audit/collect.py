@@ -7,7 +7,7 @@
    on the number of units, not of tokens.
 4. The result (result.py) keeps these numbers; edges, logit effects and strings are made when a unit is looked at.
 
-`top_contexts` is the part of it that a study needs: the contexts of a few units.
+`top_contexts` gives the contexts of a few units alone, as a study needs them.
 """
 
 import hashlib

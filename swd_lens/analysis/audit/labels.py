@@ -141,7 +141,7 @@ class UnitLabels(_Base):
         return path
 
     def require(self, identities: Mapping[str, str], n_units: Mapping[str, int]) -> None:
-        """Do nothing if the labels are of these factors; labels of sites that are not among them are let pass.
+        """Check that the labels are of these factors; labels of other sites pass.
 
         Raises:
             ValueError: labels of other factors, of units that the factors do not have, or of none of the sites.

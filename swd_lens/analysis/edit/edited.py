@@ -223,7 +223,7 @@ class Edit:
     # ------------------------------------------------------------------ applying
 
     def check(self, model: Any = None) -> Host:
-        """Whether `apply` would go through; nothing is changed.
+        """Check that `apply` would succeed; nothing is changed.
 
         Returns:
             The host.

@@ -1,4 +1,4 @@
-"""effects: what an edit does beside what it is for.
+"""effects: measure what an edit changes beside its own aim.
 
 1. The margin of its own prompt before and after: the realised change.
 2. KL(before || after) of the next token behind other prompts, at the last position of each.

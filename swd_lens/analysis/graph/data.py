@@ -90,7 +90,7 @@ class GraphData(Record):
 
 
 def require_same_factors(graph: GraphData, identities: Mapping[str, str], what: str) -> None:
-    """Do nothing if `what`, with these identities by site, is of the factors that the graph was made of.
+    """Check that `what`, with these identities by site, is of the factors that the graph was made of.
 
     Raises:
         ValueError: a site of both has other factors.

@@ -195,7 +195,7 @@ def before_cap(logits: Float[Tensor, "*n vocab"], cap: float | None) -> Float[Te
 
 
 def require_drawable(host: Host) -> None:
-    """Do nothing if a graph of prompts, with attention and all layers, could be drawn of this host: asked before long work.
+    """Check that a graph of prompts, with attention and all layers, can be drawn of this host; for use before long work.
 
     Raises:
         UnsupportedHostError: see `freeze`.

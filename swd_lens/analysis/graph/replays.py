@@ -1,4 +1,4 @@
-"""replays: a drawn unit set to other values, in true forwards of the host, beside what the frozen run predicts.
+"""replays: set a drawn unit to other values, in true forwards of the host, beside what the frozen run predicts.
 
 1. The graph's prompt is run once with all factors attached and everything held (frozen.py); that it is the run of the graph is
    checked.

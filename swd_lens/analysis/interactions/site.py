@@ -1,9 +1,9 @@
-"""One site over a text: what both studies of interactions share.
+"""One site over a text, as both studies of interactions need it.
 
 1. `site_named` and `text_of` check what was asked for before anything runs.
 2. `attached` puts the factors into the host and gives a `SiteRun`: the site, its units and the text. `SiteRun.batches` runs the
    text up to the site's block and hands over what was seen there; `SiteRun.provenance` says how a result was made.
-3. `PairResult` is what the results of both say of themselves; `strongest` and `bars` are the strongest pairs of a matrix, as
+3. `PairResult` is the base of both results; `strongest` and `bars` are the strongest pairs of a matrix, as
    indices and as a figure.
 """
 
