@@ -251,9 +251,6 @@ def test_provenance(model, factors):
     assert "not applied" in repr(edit) and "blocks.0.mlp_out/0" in edit._repr_html_()
 
 
-OTHERS = [*OTHERS[:3], OTHERS[3][:4], OTHERS[4][:4]]  # of two lengths
-
-
 def test_only_factors_can_be_edited(model):
     class Coder:
         def encode(self, h):

@@ -54,10 +54,8 @@ def placed(graph: GraphData, rows_up: int = 0) -> Places:
     """
     numbers, n_layers = FeatureNumbers.of(graph), int(graph.settings["n_layers"])
     positions = graph.nodes["position"].dropna()
-    tokens, shift = (
-        list(_READS_AND_WRITES),
-        0,
-    )  # names of the columns, at least two; how far positions move to the right
+    # Names of the columns, at least two, and how far positions move to the right.
+    tokens, shift = list(_READS_AND_WRITES), 0
     if len(positions):
         tokens = [str(token) for token in graph.settings["tokens"] or ()]
         tokens += [str(position) for position in range(len(tokens), int(positions.max()) + 1)]

@@ -81,7 +81,7 @@ def responses(
 
 
 class _Change:
-    """The changes that some sources make, row by row, as they go through the blocks.
+    """The changes that some sources make, row by row; to make one sends them through all blocks.
 
     Attributes:
         stream: (source, pos, d_model) of the residual stream.
