@@ -1,15 +1,21 @@
 """What an edge of a unit graph claims, done to the host: nudge one unit and hold everything that the edge holds."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from swd_lens.analysis.graph import UnitGraph, unit_graph
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Site
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
+from tests.micro import toy_model
 
 TOKENS = [3, 7, 1, 12, 5]
+ALL = ("attn_q", "attn_v", "attn_o", "mlp_in", "mlp_out")
+PROMPTS = ({}, {"prompt": TOKENS}, {"prompt": TOKENS, "attention": "frozen"}, {"prompt": TOKENS[:1]})
 
 
 def random_factors(model: Any, *kinds: str, n_units: int = 5) -> dict[str, Factors]:
@@ -110,3 +116,85 @@ def check_edges(model: Any, factors: dict[str, Factors], graph: Any, source: tup
 def sites_by_name(model: Any) -> dict[str, Site]:
     host = host_of(model)
     return {site.name: site for site in (*host.sites(), *host.alternatives())}
+
+
+APART = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_in", "mlp_out")
+
+
+HOSTS = {
+    "LN": {},
+    "LN folded": {"normalization_type": "LNPre"},
+    "RMS": {"normalization_type": "RMS"},
+    "no norm": {"normalization_type": None},
+    "parallel": {"parallel_attn_mlp": True},
+    "grouped": {"n_key_value_heads": 1},
+    "rotary": {"positional_embedding_type": "rotary", "rotary_dim": 8},
+    "gated": {"gated_mlp": True, "act_fn": "silu"},
+    "norms behind": {"use_normalization_before_and_after": True, "normalization_type": "RMS"},
+}
+
+
+def shown_values(model: Any, factors: Any, graph: Any, hooks: list[Any]) -> torch.Tensor:
+    """z of the graph's units and its answers' centred logits, in one run with these hooks."""
+    z: dict[str, torch.Tensor] = {}
+    with torch.no_grad(), swd.attach(model, factors) as attachment:
+        keep = [
+            (s.hook_name, lambda value, hook, name=s.name: z.update({name: value[0].clone()})) for s in attachment.sites
+        ]
+        with model.hooks(fwd_hooks=[*hooks, *keep]):
+            logits = host_of(model).run(torch.tensor([TOKENS]))[0, -1]
+    rows = graph.nodes.to_dict("records")
+    units = [float(z[row["site"]][row["position"], row["unit"]]) for row in rows if row["kind"] == "unit"]
+    return torch.tensor(units + [float(logits[r["token"]] - logits.mean()) for r in rows if r["kind"] == "logit"])
+
+
+def held_hooks(model: Any, factors: Any) -> list[Any]:
+    """Hooks that hold norms' scales, patterns and the activation functions' slopes at the run of the prompt."""
+    clean: dict[str, torch.Tensor] = {}
+    shown = ("hook_scale", "hook_pattern", "hook_pre", "hook_pre_linear", "hook_post")
+    names = [n for n in model.hook_dict if n.endswith(shown)]
+    keep = [(n, lambda value, hook, n=n: clean.update({n: value.clone()})) for n in names]
+    with torch.no_grad(), swd.attach(model, factors), model.hooks(fwd_hooks=keep):
+        host_of(model).run(torch.tensor([TOKENS]))
+    now: dict[str, torch.Tensor] = {}
+
+    def linear(value: torch.Tensor, hook: Any) -> torch.Tensor:
+        block = hook.name.removesuffix("hook_post")
+        pre = clean[f"{block}hook_pre"].requires_grad_(True)
+        mlp = model.blocks[int(block.split(".")[1])].mlp
+        with torch.enable_grad():
+            active = mlp.act_fn(pre)
+            (slope,) = torch.autograd.grad(active.sum(), pre)
+        linear_part = clean.get(f"{block}hook_pre_linear")
+        change = now[f"{block}hook_pre"] - pre.detach()
+        if linear_part is None:
+            return clean[hook.name] + slope * change
+        other = now[f"{block}hook_pre_linear"] - linear_part
+        return clean[hook.name] + slope * linear_part * change + active.detach() * other
+
+    hooks: list[Any] = []
+    for name in names:
+        if name.endswith(("hook_scale", "hook_pattern")):
+            hooks.append((name, lambda value, hook: clean[hook.name]))
+        elif name.endswith("hook_post"):
+            hooks.append((name, linear))
+        else:
+            hooks.append((name, lambda value, hook: now.update({hook.name: value.clone()})))
+    return hooks
+
+
+def set_hooks(node: str, strength: float, z: float, factors: Any) -> list[Any]:
+    unit, _, position = node.partition("@")
+    return swd.unit_hooks({unit: ("clamp", strength * z)}, factors, positions=int(position))
+
+
+def toy_graph(kinds: tuple[str, ...] = ALL, *, units: Any = None, **settings: Any) -> UnitGraph:
+    """A graph of the toy model, of all units of random factors of these kinds."""
+    model = toy_model()
+    factors = random_factors(model, *kinds)
+    return unit_graph(model, factors, all_units(factors) if units is None else units, **settings)
+
+
+def exported_json(graph: UnitGraph, folder: Path, **how: Any) -> dict[str, Any]:
+    """What `graph.export` wrote."""
+    return json.loads(graph.export(folder, **how).path.read_text(encoding="utf-8"))

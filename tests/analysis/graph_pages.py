@@ -5,7 +5,8 @@ from typing import Any
 
 import pandas as pd
 
-from swd_lens.analysis.graph.result import EDGES, NODES, UnitGraph, table
+from swd_lens.analysis.graph.data import EDGES, NODES, table
+from swd_lens.analysis.graph.result import UnitGraph
 from tests.analysis.graph_checks import TOKENS
 
 POSITIONS, LAYERS = 15, 30

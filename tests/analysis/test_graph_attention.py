@@ -141,7 +141,7 @@ def test_what_cannot_be_split():
     with pytest.raises(ValueError, match='attention="frozen"'):
         attention_paths(model, factors, flat)
     graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen")
-    with pytest.raises(ValueError, match="pairs=0"):
+    with pytest.raises(ValueError, match="pairs must be a whole number of at least 1"):
         attention_paths(model, factors, graph, pairs=0)
     for others in (random_factors(model, *APART, n_units=6), random_factors(model, "attn_o")):
         with pytest.raises(ValueError, match="the graph was made with other factors"):

@@ -17,9 +17,8 @@ import pytest
 import swd_lens as swd
 from swd_lens.analysis.audit.labels import UnitLabel, UnitLabels
 from swd_lens.analysis.graph import UnitGraph, unit_graph
-from tests.analysis.graph_checks import TOKENS, all_units, random_factors
+from tests.analysis.graph_checks import TOKENS, all_units, held_hooks, random_factors, set_hooks, shown_values
 from tests.analysis.graph_pages import Paths, large_graph
-from tests.analysis.test_graph_replays import _held, _set, _shown
 from tests.chromium import CHROMIUM, Browser
 from tests.micro import toy_model
 
@@ -373,10 +372,12 @@ def test_the_live_clamp_is_a_frozen_replay_and_shows_the_true_ones(
     shown, row = on_nodes(browser, "change"), found.nodes.index(node)
     for target, expected in zip(found.targets, found.frozen[row, 2].tolist(), strict=True):
         assert shown[target] == pytest.approx(expected, abs=1e-4, rel=1e-4), target
-    held = _held(small.model, small.factors)
-    clean = _shown(small.model, small.factors, small.graph, held)
+    held = held_hooks(small.model, small.factors)
+    clean = shown_values(small.model, small.factors, small.graph, held)
     z = float(found.z[row])
-    true = _shown(small.model, small.factors, small.graph, [*_set(node, 2.0, z, small.factors), *held]) - clean
+    true = (
+        shown_values(small.model, small.factors, small.graph, [*set_hooks(node, 2.0, z, small.factors), *held]) - clean
+    )
     assert [shown[target] for target in found.targets] == pytest.approx(true.tolist(), abs=1e-4)
     said = panel(browser)
     answer = found.targets.index(next(t for t in found.targets if t.startswith("logit")))
@@ -398,10 +399,10 @@ def test_several_clamps_hold_each_other(browser: Browser, small: Small, tmp_path
     z = {node: float(found.z[found.nodes.index(node)]) for node in (first, second)}
     clamp(browser, first, 0.0)
     clamp(browser, second, 0.5)
-    held = _held(small.model, small.factors)
-    clean = _shown(small.model, small.factors, small.graph, held)
-    both = [*_set(first, 0.0, z[first], small.factors), *_set(second, 0.5, z[second], small.factors), *held]
-    true = _shown(small.model, small.factors, small.graph, both) - clean
+    held = held_hooks(small.model, small.factors)
+    clean = shown_values(small.model, small.factors, small.graph, held)
+    both = [*set_hooks(first, 0.0, z[first], small.factors), *set_hooks(second, 0.5, z[second], small.factors), *held]
+    true = shown_values(small.model, small.factors, small.graph, both) - clean
     shown = on_nodes(browser, "change")
     assert [shown[target] for target in found.targets] == pytest.approx(true.tolist(), abs=1e-4)
     quiet(browser, path)

@@ -1,4 +1,4 @@
-"""Replays: the frozen prediction against a host whose norms, patterns and slopes are held; true runs against unit_hooks."""
+"""Units set to other values: true changes of real forwards, files, and what is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -8,119 +8,10 @@ import torch
 
 import swd_lens as swd
 from swd_lens.analysis.graph import Replays, replays, unit_graph
-from swd_lens.hosts import host_of
-from tests.analysis.graph_checks import TOKENS, all_units, random_factors
-from tests.analysis.test_graph import APART, HOSTS
+from tests.analysis.graph_checks import TOKENS, all_units, random_factors, set_hooks, shown_values
 from tests.micro import toy_model
 
 FEW = ("attn_v", "attn_o", "mlp_out")  # queries, keys and MLP inputs stay dense
-
-
-def _shown(model: Any, factors: Any, graph: Any, hooks: list[Any]) -> torch.Tensor:
-    """z of the graph's units and its answers' centred logits, in one run with these hooks."""
-    z: dict[str, torch.Tensor] = {}
-    with torch.no_grad(), swd.attach(model, factors) as attachment:
-        keep = [
-            (s.hook_name, lambda value, hook, name=s.name: z.update({name: value[0].clone()})) for s in attachment.sites
-        ]
-        with model.hooks(fwd_hooks=[*hooks, *keep]):
-            logits = host_of(model).run(torch.tensor([TOKENS]))[0, -1]
-    rows = graph.nodes.to_dict("records")
-    units = [float(z[row["site"]][row["position"], row["unit"]]) for row in rows if row["kind"] == "unit"]
-    return torch.tensor(units + [float(logits[r["token"]] - logits.mean()) for r in rows if r["kind"] == "logit"])
-
-
-def _held(model: Any, factors: Any) -> list[Any]:
-    """Hooks that hold norms' scales, patterns and the activation functions' slopes at the run of the prompt."""
-    clean: dict[str, torch.Tensor] = {}
-    shown = ("hook_scale", "hook_pattern", "hook_pre", "hook_pre_linear", "hook_post")
-    names = [n for n in model.hook_dict if n.endswith(shown)]
-    keep = [(n, lambda value, hook, n=n: clean.update({n: value.clone()})) for n in names]
-    with torch.no_grad(), swd.attach(model, factors), model.hooks(fwd_hooks=keep):
-        host_of(model).run(torch.tensor([TOKENS]))
-    now: dict[str, torch.Tensor] = {}
-
-    def linear(value: torch.Tensor, hook: Any) -> torch.Tensor:
-        block = hook.name.removesuffix("hook_post")
-        pre = clean[f"{block}hook_pre"].requires_grad_(True)
-        mlp = model.blocks[int(block.split(".")[1])].mlp
-        with torch.enable_grad():
-            active = mlp.act_fn(pre)
-            (slope,) = torch.autograd.grad(active.sum(), pre)
-        linear_part = clean.get(f"{block}hook_pre_linear")
-        change = now[f"{block}hook_pre"] - pre.detach()
-        if linear_part is None:
-            return clean[hook.name] + slope * change
-        other = now[f"{block}hook_pre_linear"] - linear_part
-        return clean[hook.name] + slope * linear_part * change + active.detach() * other
-
-    hooks: list[Any] = []
-    for name in names:
-        if name.endswith(("hook_scale", "hook_pattern")):
-            hooks.append((name, lambda value, hook: clean[hook.name]))
-        elif name.endswith("hook_post"):
-            hooks.append((name, linear))
-        else:
-            hooks.append((name, lambda value, hook: now.update({hook.name: value.clone()})))
-    return hooks
-
-
-def _set(node: str, strength: float, z: float, factors: Any) -> list[Any]:
-    unit, _, position = node.partition("@")
-    return swd.unit_hooks({unit: ("clamp", strength * z)}, factors, positions=int(position))
-
-
-@pytest.mark.quick_cases(4)
-@pytest.mark.parametrize("sites", [APART, FEW], ids=["all replaced", "some dense"])
-@pytest.mark.parametrize("name", HOSTS)
-def test_the_prediction_is_a_run_with_norms_patterns_and_slopes_held(name: str, sites: tuple[str, ...]) -> None:
-    model = toy_model(**HOSTS[name])
-    factors = random_factors(model, *sites, *(("mlp_gate",) if name == "gated" and sites == APART else ()))
-    # Two of five units of every site are drawn: the others, and dense matrices, are paths all the same.
-    drawn = [unit for unit in all_units(factors) if unit[1] < 2]
-    graph = unit_graph(model, factors, drawn, prompt=TOKENS, attention="frozen", answers=2, keep=None, isolated=True)
-    nodes = list(graph.nodes["node"])
-    clamped = [n for n in nodes if n.startswith("blocks.0.") and n.endswith(("/1@1", "/0@4"))]
-    found = replays(model, factors, graph, clamped, (0.0, 2.0))
-    held = _held(model, factors)
-    clean = _shown(model, factors, graph, held)
-    assert len(found.targets) == len(clean) and found.nodes == tuple(clamped)
-    for i, node in enumerate(clamped):
-        for j, strength in enumerate(found.strengths):
-            hooks = [*_set(node, strength, float(found.z[i]), factors), *held]
-            true = _shown(model, factors, graph, hooks) - clean
-            assert torch.allclose(found.frozen[i, j], true, atol=1e-4, rtol=1e-4), (node, strength)
-        assert found.effects[i, found.targets.index(node)] == 1.0
-    assert float(found.effects.abs().sum()) > len(clamped)  # others are reached
-
-
-@pytest.mark.parametrize("name", ["LN", "grouped"])
-def test_packed_queries_keys_and_values(name: str) -> None:
-    model = toy_model(**HOSTS[name])
-    factors = random_factors(model, "attn_qkv", "attn_o", "mlp_out")
-    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None, isolated=True)
-    found = replays(model, factors, graph, ["blocks.0.attn_qkv/1@2", "blocks.0.attn_o/3@4"], (0.0,))
-    held = _held(model, factors)
-    clean = _shown(model, factors, graph, held)
-    for i, node in enumerate(found.nodes):
-        true = _shown(model, factors, graph, [*_set(node, 0.0, 0.0, factors), *held]) - clean
-        assert torch.allclose(found.frozen[i, 0], true, atol=1e-4, rtol=1e-4)
-
-
-def test_where_every_site_is_drawn_the_graphs_own_edges_say_the_same() -> None:
-    """All paths are then edges: effects are the sum over all paths of products of weights."""
-    model = toy_model()
-    factors = random_factors(model, *APART)
-    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None, isolated=True)
-    found = replays(model, factors, graph, strengths=())
-    names = {name: i for i, name in enumerate(graph.nodes["node"])}
-    weight = torch.zeros(len(names), len(names))
-    for row in graph.edges.itertuples():
-        weight[names[row.source], names[row.target]] = row.weight
-    paths = torch.linalg.inv(torch.eye(len(names)) - weight)
-    rows, columns = [names[n] for n in found.nodes], [names[n] for n in found.targets]
-    assert torch.allclose(found.effects, paths[rows][:, columns], atol=1e-4)
-    assert found.changes.shape == (len(rows), 0, len(columns))
 
 
 def test_true_changes_are_those_of_real_forwards_and_the_host_is_left_as_it_was() -> None:
@@ -133,11 +24,11 @@ def test_true_changes_are_those_of_real_forwards_and_the_host_is_left_as_it_was(
     assert torch.equal(model(torch.tensor([TOKENS])), logits)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(point.fwd_hooks for point in model.hook_dict.values())
-    clean = _shown(model, factors, graph, [])
+    clean = shown_values(model, factors, graph, [])
     gaps = []
     for i, node in list(enumerate(found.nodes))[::7]:
         for j, strength in enumerate(found.strengths):
-            true = _shown(model, factors, graph, _set(node, strength, float(found.z[i]), factors)) - clean
+            true = shown_values(model, factors, graph, set_hooks(node, strength, float(found.z[i]), factors)) - clean
             assert torch.allclose(found.changes[i, j], true, atol=2e-5), (node, strength)
             gaps.append(float((true - found.frozen[i, j]).abs().max()))
     assert max(gaps) > 1e-3  # a true run is not the frozen one

@@ -10,7 +10,7 @@ from swd_lens.hosts import host_of
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
-from tests.analysis.test_interactions_finite import sparse_factors
+from tests.analysis.interaction_checks import sparse_factors
 from tests.micro import random_tokens, toy_model
 
 SITE = "blocks.1.mlp_out"

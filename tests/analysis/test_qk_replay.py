@@ -151,7 +151,7 @@ def test_a_replay_shows_itself(default_model):
         (QKPair(0, 0, 0, 0), [ROW, ROW], "q", QKError, "one row of tokens, got 2"),
         (QKPair(0, 0, 0, 0), [1] * 33, "q", TokenError, "context of 32"),
         (QKPair(0, 0, 0, 0), "text", "q", TokenError, "no tokenizer"),
-        (QKPair(0, 0, 0, 0), ROW, "v", QKError, "remove='v': give one of q, k, pair"),
+        (QKPair(0, 0, 0, 0), ROW, "v", QKError, "remove must be one of 'q', 'k', 'pair', got 'v'"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(pair, prompt, remove, error, message):

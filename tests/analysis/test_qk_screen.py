@@ -114,13 +114,13 @@ def test_attention_fidelity_is_drawn_by_layer():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"top": 0}, "top=0"), ({"distance": 32}, "give 0 to 31"), ({"distance": -1}, "distance=-1")],
+    [({"top": 0}, "top must be"), ({"distance": 32}, "from 0 to 31, got 32"), ({"distance": -1}, "got -1")],
 )
 def test_numbers_out_of_range_are_refused(options, message):
     model = toy_model()
     with pytest.raises(QKError, match=message):
         qk_screen(model, random_factors(model), **options)
-    with pytest.raises(QKError, match="per_head=0"):
+    with pytest.raises(QKError, match="per_head must be"):
         qk_screen(model, random_factors(model)).pairs(0)
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from swd_lens.analysis.graph import feeders, unit_graph
+from swd_lens.analysis.graph.data import records
 from swd_lens.analysis.graph.frozen import require_drawable
-from swd_lens.analysis.graph.result import records
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.circuits import attribute
 from swd_lens.hosts import host_of

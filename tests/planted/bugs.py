@@ -230,7 +230,7 @@ BUGS = [
         "analysis/graph/pruning.py",
         "rest = z - contribution.sum(0)",
         "rest = z + contribution.sum(0)",
-        "analysis/test_graph.py",
+        "analysis/test_graph_pruning.py",
     ),
     # study, report, cli
     Bug(

@@ -7,11 +7,11 @@
    on the number of units, not of tokens.
 4. The result (result.py) keeps these numbers; edges, logit effects and strings are made when a unit is looked at.
 
-`top_contexts` is the part of it that a study needs: the contexts of a few units.
+`top_contexts` gives the contexts of a few units alone, as a study needs them.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -83,9 +83,6 @@ def audit(
         exclude: "special" (the tokenizer's special tokens, BOS among them) or token ids: a unit has no peak at such a token, and
             statistics are over the others; windows show them. `settings["left_out"]` counts the positions.
 
-    Returns:
-        Audit.
-
     Raises:
         ValueError: scores or labels of other factors, a unit that there is not, or an activation that is not finite.
         UnknownSiteError: a pattern that matches no site of the set.
@@ -113,23 +110,9 @@ def audit(
         }
         first = _FirstRows(next(iter(observers.values())))
         tokens_sha256 = watch(host, stream, {**observers, next(iter(observers)): first}, batch_size, progress)
+    settings = _made_of(host, stream, unit_set, indices) | {"tokens_sha256": tokens_sha256, "contexts": n}
+    settings |= {"contexts_per_row": per_row, "before": before, "after": after}
     names = TokenNames(model)
-    settings = {
-        "model": str(getattr(model.cfg, "model_name", "")),
-        "units": unit_set.sizes,
-        "factors": unit_set.identities,
-        "weight_sha256": {site.name: weight_fingerprint(host, site) for site in indices if site.kind != "mlp"},
-        "tokens": stream.n_tokens,
-        "row_length": stream.row_length,
-        "tokens_sha256": tokens_sha256,
-        "contexts": n,
-        "contexts_per_row": per_row,
-        "before": before,
-        "after": after,
-        "version": __version__,
-        **stream.about(model),
-        **standing_hooks(model),
-    }
     return Audit(
         sites={site.name: observer.result() for site, observer in observers.items()},
         factors={site.name: unit_set[site.name] for site in indices},
@@ -140,8 +123,23 @@ def audit(
         names=names,
         # An encoder has no next-token logits that a unit could have a direct effect on.
         readout=Readout(model, indices, *first.rows_and_counted(), names) if facts_of(model).reads_out else None,
-        ends=Ends.of(host_of(model)),
+        ends=Ends.of(host),
     )
+
+
+def _made_of(host: Host, stream: TokenStream, units: UnitSet, sites: Iterable[Site]) -> dict[str, Any]:
+    """Settings of an audit: model, factors and text."""
+    return {
+        "model": str(getattr(host.model.cfg, "model_name", "")),
+        "units": units.sizes,
+        "factors": units.identities,
+        "weight_sha256": {site.name: weight_fingerprint(host, site) for site in sites if site.kind != "mlp"},
+        "tokens": stream.n_tokens,
+        "row_length": stream.row_length,
+        "version": __version__,
+        **stream.about(host.model),
+        **standing_hooks(host.model),
+    }
 
 
 class _FirstRows:
@@ -251,7 +249,7 @@ def select_units(unit_set: UnitSet, units: Any) -> dict[Site, Int[Tensor, " unit
 
 
 class SiteObserver:
-    """What is kept of one site while the text runs.
+    """Everything that is kept of one site while the text runs.
 
     Args:
         units: the units that are described.

@@ -31,17 +31,15 @@ class TokenNames:
 
     def __call__(self, token: int) -> str:
         if token not in self._known:
-            self._known[token] = self._string(token)
+            text = f"[{token}]"
+            if self._tokenizer is not None:
+                text = self._tokenizer.decode([token])
+                # SentencePiece drops the space of a token that is decoded alone.
+                piece = getattr(self._tokenizer, "convert_ids_to_tokens", lambda token: "")(token)
+                if isinstance(piece, str) and piece.startswith(_SENTENCEPIECE_SPACE) and not text.startswith(" "):
+                    text = " " + text
+            self._known[token] = text
         return self._known[token]
-
-    def _string(self, token: int) -> str:
-        if self._tokenizer is None:
-            return f"[{token}]"
-        text = self._tokenizer.decode([token])
-        # SentencePiece drops the space of a token that is decoded alone.
-        piece = getattr(self._tokenizer, "convert_ids_to_tokens", lambda token: "")(token)
-        spaced = isinstance(piece, str) and piece.startswith(_SENTENCEPIECE_SPACE) and not text.startswith(" ")
-        return " " + text if spaced else text
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,13 @@ class TopPlaces:
         tokens, around = self.tokens[units].gather(1, stays), self.z[units].gather(1, stays)
         unit, slot = (keep >= self.n).nonzero(as_tuple=True)
         at = keep[unit, slot] - self.n
-        tokens[unit, slot], around[unit, slot] = self._windows(rows, z, of_row[at], pos[unit, at], unit)
+        # Token ids and z around each place that enters a list.
+        of_place, offsets = of_row[at][:, None], torch.arange(-self.before, self.after + 1, device=z.device)
+        places = pos[unit, at][:, None] + offsets
+        outside = (places < 0) | (places >= rows.shape[1])
+        places = places.clamp(0, rows.shape[1] - 1)
+        tokens[unit, slot] = rows[of_place, places].masked_fill(outside, NO_TOKEN).to(torch.int32)
+        around[unit, slot] = z[of_place, places, unit[:, None]].masked_fill(outside, 0.0)
         self.value[units] = torch.cat([self.value[units], value], 1).gather(1, keep)
         self.row[units] = torch.cat([self.row[units], row], 1).gather(1, keep)
         self.pos[units] = torch.cat([self.pos[units], pos], 1).gather(1, keep)
@@ -170,11 +174,3 @@ class TopPlaces:
         self.pos = self.row.clone()
         self.tokens = torch.full((*shape, width), NO_TOKEN, dtype=torch.int32, device=z.device)
         self.z = torch.zeros(*shape, width, device=z.device, dtype=torch.float32)
-
-    def _windows(self, rows: Tensor, z: Tensor, row: Tensor, pos: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
-        """(place, window) token ids and z around each place."""
-        places = pos[:, None] + torch.arange(-self.before, self.after + 1, device=pos.device)
-        outside = (places < 0) | (places >= rows.shape[1])
-        places = places.clamp(0, rows.shape[1] - 1)
-        tokens = rows[row[:, None], places].masked_fill(outside, NO_TOKEN)
-        return tokens.to(torch.int32), z[row[:, None], places, unit[:, None]].masked_fill(outside, 0.0)

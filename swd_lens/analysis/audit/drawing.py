@@ -1,8 +1,8 @@
 """How units are drawn: one of them as HTML, and a task's best ones as a figure.
 
-1. `unit_html` draws a card or a profile as HTML that needs no script, for notebooks, dashboards and reports alike (style:
-   unit.css). Within a unit all contexts share one colour scale, |z| over the largest |z| shown. Whatever comes from tokens,
-   labels and names is escaped; invisible characters are made visible.
+1. `unit_html` draws a `UnitCard` or `UnitProfile`, which it knows by their attributes, as HTML that needs no script, for
+   notebooks, dashboards and reports alike (style: unit.css). Within a unit all contexts share one colour scale, |z| over the
+   largest |z| shown. Whatever comes from tokens, labels and names is escaped; invisible characters are made visible.
 2. `draw_layers` draws a task's best units, layer by layer, between what they read and the residual stream they write to.
 """
 
@@ -17,7 +17,6 @@ import pandas as pd
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
 from swd_lens.analysis.audit.contexts import Context
-from swd_lens.analysis.audit.unit import UnitCard, UnitProfile
 from swd_lens.analysis.audit.vectors import Edges
 from swd_lens.base.errors import visible, visible_token
 from swd_lens.base.figures import ATTENTION, INK, INK_ON_FILL, NEGATIVE, POSITIVE, SIGN_STYLE, NotebookFigure, literal
@@ -40,24 +39,28 @@ def unit_style() -> str:
     return f":root, .swd-unit {{ {SIGN_STYLE}; }}\n{Path(__file__).with_name('unit.css').read_text(encoding='utf-8')}"
 
 
-def unit_html(unit: UnitCard, link: Link = lambda unit: None, *, level: int = 2, legends: bool = True) -> str:
+def unit_html(unit: Any, link: Link = lambda unit: None, *, level: int = 2, legends: bool = True) -> str:
     """One unit as an <article>: a card's facts, and of a profile all the rest.
 
     Args:
+        unit: a UnitCard or UnitProfile.
         link: says where other units' pages are.
         level: of the unit's heading among those of the page, 1 to 4.
         legends: whether colours and columns are explained; a page that has explained them for all its units leaves it out.
     """
-    profile = unit if isinstance(unit, UnitProfile) else None
+    profile = unit if hasattr(unit, "histogram") else None
     label = profile and profile.label
     heading = f"<code>{_plain(unit.unit)}</code>"
     heading += f' <span class="label">{_plain(label.label)}</span>' if label else ""
     remark = " · ".join(filter(None, (label.note, label.author and f"by {label.author}"))) if label else ""
+    facts = [f"{edges.n:,} {verb} edges" for verb, edges in (("read", unit.reads), ("write", unit.writes)) if edges]
+    if profile is not None:
+        facts += [f"largest |z| {number(unit.peak, signed=False)}", f"{unit.n_tokens:,} tokens of text"]
     pieces = [
         _heading(level, "name", heading),
         f'<p class="soft">{_plain(remark)}</p>' if remark else "",
-        f'<p class="soft">{_facts(unit)}</p>',
-        _tasks(unit),
+        f'<p class="soft">{" · ".join(facts)}</p>',
+        _tasks(unit.tasks),
     ]
     effect = _logits(unit, level + 1, legends)
     if profile is None:
@@ -92,7 +95,7 @@ def running_token(token: str) -> tuple[str, str]:
     return (" ", visible_token(token[1:])) if token[:1] == " " and token[1:].strip() else ("", visible_token(token))
 
 
-def histogram_svg(profile: UnitProfile) -> str:
+def histogram_svg(profile: Any) -> str:
     """Tokens by z as bars, on a logarithmic scale; in words for those who hear it."""
     p = profile
     words = (
@@ -143,17 +146,9 @@ def _heading(level: int, kind: str, html: str) -> str:
     return f'<h{level} class="{kind}">{html}</h{level}>'
 
 
-def _facts(unit: UnitCard) -> str:
-    facts = [f"{unit.reads.n:,} read edges"] if unit.reads else []
-    facts += [f"{unit.writes.n:,} write edges"] if unit.writes else []
-    if isinstance(unit, UnitProfile):
-        facts += [f"largest |z| {number(unit.peak, signed=False)}", f"{unit.n_tokens:,} tokens of text"]
-    return " · ".join(facts)
-
-
-def _tasks(unit: UnitCard) -> str:
+def _tasks(tasks: Mapping[str, Any]) -> str:
     items = []
-    for task, rank in unit.tasks.items():
+    for task, rank in tasks.items():
         score = f"score {number(rank.score)} logits" if rank.score else "score 0: it contributes nothing to this margin"
         of = "" if rank.of is None else f" of {rank.of:,}"
         items.append(f"<b>{_plain(task.replace('_', ' '))}</b> rank {rank.rank:,}{of}, {score}")
@@ -176,7 +171,7 @@ def _contexts(contexts: Sequence[Context], level: int, legend: bool) -> str:
     return f'{heading}<p class="soft">{scale}</p><ol class="contexts">{rows}</ol>'
 
 
-def _logits(unit: UnitCard, level: int, legend: bool) -> str:
+def _logits(unit: Any, level: int, legend: bool) -> str:
     heading = _heading(level, "part", "Direct effect on the logits, at the final norm's mean scale")
     effect = unit.logits
     if effect is None:
@@ -208,7 +203,7 @@ def _edges(verb: str, edges: Edges | None, level: int) -> str:
     return f"<section>{heading}{body}</section>"
 
 
-def _neighbours(profile: UnitProfile, link: Link, level: int) -> str:
+def _neighbours(profile: Any, link: Link, level: int) -> str:
     columns = [
         f"<div>{_heading(level + 1, 'side', title)}{_bars(units, 1.0, link=link)}</div>"
         for title, units in (
@@ -244,7 +239,7 @@ def _bars(
 
 
 def draw_layers(ranked: pd.DataFrame, task: str, promoted: Mapping[str, str]):
-    """The figure.
+    """Draw a task's best units by layer.
 
     Args:
         ranked: rows of `Audit.rank_table`.
@@ -269,7 +264,7 @@ def draw_layers(ranked: pd.DataFrame, task: str, promoted: Mapping[str, str]):
         ax.text(width - 0.15, stream - 0.3, "residual stream", ha="right", va="bottom", fontsize=8, color=INK)
     best = max((row["score"] for row in rows), default=1.0)
     for column, of_layer in enumerate(layers.values()):
-        _layer(ax, 0.35 + column * _COLUMN, height, stream, of_layer, best, promoted)
+        _draw_layer(ax, (0.35 + column * _COLUMN, height), stream, of_layer, best, promoted)
     ax.text(0.15, height - 0.12, literal(f"Best units for {task.replace('_', ' ')}"), va="top", fontsize=11, color=INK)
     key = (
         "label, or in italics what it promotes · unit · # rank among all units · score in logits, the darker the higher"
@@ -278,26 +273,20 @@ def draw_layers(ranked: pd.DataFrame, task: str, promoted: Mapping[str, str]):
     return figure
 
 
-def _layer(
+def _draw_layer(
     ax: Any,
-    x: float,
-    height: float,
+    corner: tuple[float, float],
     stream: float,
     rows: list[dict[Any, Any]],
     best: float,
     promoted: Mapping[str, str],
 ) -> None:
+    """One layer's input and its units, below the figure's top, beginning at x."""
+    x, height = corner
     reads = " and ".join(dict.fromkeys(_INPUTS.get(_kind(row), "residual stream") for row in rows))
     top, box = height - 0.62, _COLUMN - 1.0
-    ax.text(
-        x + 0.3 + box / 2,
-        top + 0.14,
-        f"layer {rows[0]['layer']}",
-        ha="center",
-        fontsize=9,
-        color=INK,
-        weight="bold",
-    )
+    name = f"layer {rows[0]['layer']}"
+    ax.text(x + 0.3 + box / 2, top + 0.14, name, ha="center", fontsize=9, color=INK, weight="bold")
     bottom = top - max(2, len(rows)) * (_BOX + _GAP) + _GAP  # its name needs the room of two
     ax.add_patch(_box(x - 0.14, bottom, 0.26, top - bottom, "#eeeeee"))
     ax.text(x - 0.01, (top + bottom) / 2, reads, rotation=90, ha="center", va="center", fontsize=7.5, color=INK_ON_FILL)
@@ -306,9 +295,12 @@ def _layer(
     for i, row in enumerate(rows):
         y, middle = top - _BOX - i * (_BOX + _GAP), top - _BOX / 2 - i * (_BOX + _GAP)
         share = max(0.0, min(1.0, row["score"] / best)) if best > 0 else 0.0
-        ax.add_patch(_box(x + 0.38, y, box, _BOX, _tint(share)))
+        # White to a light orange: text on it stays readable.
+        tint = tuple(1 - share * (1 - part) for part in (0.96, 0.72, 0.50))
+        ax.add_patch(_box(x + 0.38, y, box, _BOX, tint))
         slant = "normal" if row["label"] else "italic"
-        label = literal(_short(row["label"] or promoted.get(row["unit"]) or "no label", 24))
+        label = row["label"] or promoted.get(row["unit"]) or "no label"
+        label = literal(label if len(label) <= 24 else label[:23] + "…")
         ax.text(x + 0.48, y + 0.41, label, va="center", fontsize=8.5, color=INK_ON_FILL, style=slant)
         facts = f"{_kind(row)}/{parse_unit(row['unit'])[1]} · #{row['global rank']} · {row['score']:.3g}"
         ax.text(x + 0.48, y + 0.18, facts, va="center", fontsize=7.5, color=INK_ON_FILL)
@@ -327,30 +319,10 @@ def _kind(row: dict[Any, Any]) -> str:
 
 
 def _box(x: float, y: float, width: float, height: float, colour: Any) -> FancyBboxPatch:
-    return FancyBboxPatch(
-        (x, y),
-        width,
-        height,
-        boxstyle="round,pad=0,rounding_size=0.06",
-        facecolor=colour,
-        edgecolor="#777777",
-        linewidth=0.8,
-    )
+    style = "round,pad=0,rounding_size=0.06"
+    return FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=colour, edgecolor="#777777", linewidth=0.8)
 
 
 def _arrow(ax: Any, start: tuple[float, float], end: tuple[float, float], colour: str, width: float) -> None:
-    ax.add_patch(
-        FancyArrowPatch(
-            start, end, arrowstyle="-|>", mutation_scale=9, color=colour, linewidth=width, shrinkA=0, shrinkB=0
-        )
-    )
-
-
-def _tint(share: float) -> tuple[float, float, float]:
-    """White to a light orange: text on it stays readable."""
-    full = (0.96, 0.72, 0.50)
-    return tuple(1 - share * (1 - part) for part in full)  # type: ignore[return-value]
-
-
-def _short(text: str, n: int) -> str:
-    return text if len(text) <= n else text[: n - 1] + "…"
+    looks: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0}
+    ax.add_patch(FancyArrowPatch(start, end, color=colour, linewidth=width, **looks))

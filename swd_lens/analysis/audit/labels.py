@@ -2,12 +2,11 @@
 
 1. One line of JSON per label, {"unit", "label", "note", "author", "factors"}, where "factors" is the identity of the site's
    factors: unit 5 of other factors is another unit. The lines of `Audit.export` with "label" filled in are read as well.
-2. Labels may be typed by hand: "unit" and "label" are enough. What we write is sealed all the same. `save` begins with a line
-   {"labels": n, "sha256"} over the n lines that follow; lines added below them are free. Every line of an export has a
-   "sha256" over what was exported, and "label", "note" and "author" may be filled in where they were empty; "line" and "lines"
-   say whether all are there.
+2. Labels may be typed by hand: "unit" and "label" are enough. What we write is sealed all the same: every line of `save` and of
+   an export has a "sha256" over the others of its values, and "label", "note" and "author" may be filled in where they were
+   empty; "line" and "lines" say whether all are there. Lines added by hand are free.
 3. A hash that no longer fits is refused; who changed the line on purpose takes the hash out. Lines that carry an identity, so
-   that we wrote them, but no hash, are of an earlier version: read, with one warning.
+   that we wrote them, but no hash, are read with one warning.
 
 Labels never take part in a ranking (paper app. E.1).
 """
@@ -23,7 +22,6 @@ import pandas as pd
 from swd_lens.base.display import card
 from swd_lens.base.errors import encodable, legible, quoted, seen
 from swd_lens.base.files import plain, write_text
-from swd_lens.base.record import checked
 from swd_lens.base.sealed import SEAL, damaged, marked, readable, seal, warn_of_missing_seal
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts.sites import parse_unit
@@ -32,7 +30,7 @@ from swd_lens.units.keys import read_unit
 
 @dataclass(frozen=True)
 class UnitLabel:
-    """What a unit is called, a remark, and by whom."""
+    """A unit's name in words, a remark, and who gave it."""
 
     label: str
     note: str = ""
@@ -133,18 +131,17 @@ class UnitLabels(_Base):
 
     def save(self, path: str | Path) -> Path:
         """Write the labels, sealed and atomically; returns the path."""
-        entries = [
+        lines = [
             {"unit": unit, **asdict(label), "factors": self.factors.get(parse_unit(unit)[0], "")}
-            for unit, label in self.labels.items()
+            | {"line": number, "lines": len(self.labels)}
+            for number, (unit, label) in enumerate(self.labels.items(), 1)
         ]
-        lines = list(map(jsonl_line, entries))
-        hashed = {"labels": len(lines), SEAL: _digest([json.loads(line) for line in lines])}
         path = Path(path)
-        write_text(path, "".join([jsonl_line(hashed), *lines]))
+        write_text(path, "".join(map(sealed_line, lines)))
         return path
 
     def require(self, identities: Mapping[str, str], n_units: Mapping[str, int]) -> None:
-        """Do nothing if the labels are of these factors; labels of sites that are not among them are let pass.
+        """Check that the labels are of these factors; labels of other sites pass.
 
         Raises:
             ValueError: labels of other factors, of units that the factors do not have, or of none of the sites.
@@ -176,7 +173,7 @@ class UnitLabels(_Base):
         return UnitLabels({**self.labels, **other.labels}, {**self.factors, **other.factors})
 
     def text(self, unit: str) -> str:
-        """What a unit is called; empty where it has no label."""
+        """The label of a unit; empty where it has none."""
         return self.labels[unit].label if unit in self.labels else ""
 
     def table(self) -> pd.DataFrame:
@@ -239,73 +236,43 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         text = path.read_text(encoding="utf-8-sig")  # some editors put a mark in front
     if not text.strip():
         raise ValueError(damaged(path, "labels", "it is empty"))
-    head, n_covered, expected = 0, 0, _digest([])  # of the last line that covers others
-    covered: list[dict[str, Any]] = []
     unsealed = False
-    exported: dict[int, set[int]] = {}  # lines of an export -> which of them are there
-
-    def require_covered() -> None:
-        if len(covered) != n_covered or _digest(covered) != expected:
-            raise ValueError(
-                f"line {head} of {legible(path)} carries a hash of other lines below it: something was changed since it was "
-                "written. Restore the file; if you changed it on purpose, remove that line and load it again"
-            )
-
+    sealed: dict[int, set[int]] = {}  # lines of one file of ours -> which of them are there
     # By "\n" alone: U+2028 and its like stand unescaped within JSON strings, and splitlines would cut them there.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        entry = _parsed(path, number, line)
-        if "unit" not in entry and SEAL in entry:
-            require_covered()
-            head, n_covered, expected, covered = number, entry["labels"], entry[SEAL], []
-            continue
-        if len(covered) < n_covered:
-            covered.append(entry)
-        elif SEAL in entry or marked(entry):
-            _require_line(path, number, entry)
-            line, n_lines = entry.get("line"), entry.get("lines")
-            if type(line) is int and type(n_lines) is int:  # exports of earlier versions have none
-                exported.setdefault(n_lines, set()).add(line)
+        try:
+            entry = json.loads(line)
+            if not isinstance(entry, dict):
+                raise ValueError('expected an object with "unit" and "label"')
+            digest = _digest({name: value for name, value in entry.items() if name != SEAL})  # JSON cannot have all
+        except (ValueError, RecursionError) as cause:
+            raise ValueError(f"line {number} of {legible(path)} is no label: {legible(cause)}") from None
+        if SEAL in entry or marked(entry):
+            emptied = entry | dict.fromkeys(("label", "note", "author"), "")
+            emptied.pop(SEAL, None)
+            if entry.get(SEAL) not in (digest, _digest(emptied)):
+                raise ValueError(
+                    f"line {number} of {legible(path)} carries a hash of other values in it: something was changed since it "
+                    f'was written. Restore the file; if you changed it on purpose, remove its "{SEAL}" and load it again'
+                )
+            place, n_lines = entry.get("line"), entry.get("lines")
+            if type(place) is int and type(n_lines) is int:
+                sealed.setdefault(n_lines, set()).add(place)
         else:
             unsealed |= bool(entry.get("factors"))
         yield number, entry
-    require_covered()
-    for n_lines, there in exported.items():
+    for n_lines, there in sealed.items():
         if len(there) < n_lines:
             first = next(line for line in range(1, n_lines + 1) if line not in there)
             raise ValueError(
-                f"{legible(path)} holds {len(there)} of the {n_lines} lines of its export; line {first} is the first that "
+                f"{legible(path)} holds {len(there)} of the {n_lines} lines that were written; line {first} is the first that "
                 'is missing. Restore the file; if you took lines out on purpose, remove "sha256" from the others and '
                 "load it again"
             )
     if unsealed:
         warn_of_missing_seal(path)
-
-
-def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-        if not isinstance(entry, dict):
-            raise ValueError('expected an object with "unit" and "label"')
-        if "unit" not in entry and SEAL in entry:
-            return checked("labels", entry, {"labels": int, SEAL: str})
-        _digest(entry)  # what JSON cannot have
-        return entry
-    except (ValueError, RecursionError) as cause:
-        raise ValueError(f"line {number} of {legible(path)} is no label: {legible(cause)}") from None
-
-
-def _require_line(path: Path, number: int, entry: dict[str, Any]) -> None:
-    """Raises ValueError where a line's values are not those that were exported, label, note and author filled in or not."""
-    values = {name: value for name, value in entry.items() if name != SEAL}
-    empty = dict.fromkeys(("label", "note", "author"), "")
-    if entry.get(SEAL) not in (_digest(values), _digest({**values, **empty})):
-        hash = f'its "{SEAL}"'
-        raise ValueError(
-            f"line {number} of {legible(path)} carries a hash of other values in it: something was changed since it was "
-            f"written. Restore the file; if you changed it on purpose, remove {hash} and load it again"
-        )
 
 
 def _label(unit: str, value: Any, author: str) -> UnitLabel:

@@ -6,7 +6,7 @@
    it is the mean effect on the logits per unit of z, the scales held; on logits before a soft cap, where the host has one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -65,28 +65,20 @@ def passages(
     final_weight, _ = host.readout()
     writing = [site for site in sites if site.kind in WRITES_RESIDUAL]
     behind = {site: norm for site in writing if (norm := host.norm_behind(site)) is not None}
-    final_inverse, inverse = _inverse_scales(host, list(behind), rows)
+    facts, final_parts = facts_of(host.model), []
+    parts: dict[str, list[Tensor]] = {site.name: [] for site in behind}
+    with torch.no_grad():
+        for part in rows.split(max(1, _AT_ONCE // rows.shape[1])):
+            with norms_behind(host, list(behind)) as seen:
+                stream = host.residual(part, len(host.model.blocks))
+            final_parts.append(inverse_scale(facts, stream).cpu())  # 1 where the host has no final norm
+            for site, (x, _) in seen.items():
+                parts[site].append(inverse_scale(facts, x).cpu().reshape(-1, rows.shape[1]))
+    final_inverse, inverse = torch.cat(final_parts), {site: torch.cat(of_site) for site, of_site in parts.items()}
     by_site = {}
     for site in writing:
         both = final_inverse * inverse[site.name] if site in behind else final_inverse
         mean = float(both.mean() if counted is None else both[counted].mean())
         first = [host.norm_affine(behind[site]).scale] if site in behind else []
-        by_site[site.name] = Passage((*first, final_weight), facts_of(host.model).norm == "layer", mean)
+        by_site[site.name] = Passage((*first, final_weight), facts.norm == "layer", mean)
     return by_site
-
-
-def _inverse_scales(
-    host: Host, behind: Sequence[Site], rows: Int[Tensor, "rows pos"]
-) -> tuple[Float[Tensor, "rows pos"], dict[str, Float[Tensor, "rows pos"]]]:
-    """1 / scale at every position: of the final norm (1 where the host has none), and of each site's norm behind it."""
-    facts, n_blocks = facts_of(host.model), len(host.model.blocks)
-    final: list[Tensor] = []
-    parts: dict[str, list[Tensor]] = {site.name: [] for site in behind}
-    with torch.no_grad():
-        for part in rows.split(max(1, _AT_ONCE // rows.shape[1])):
-            with norms_behind(host, behind) as seen:
-                stream = host.residual(part, n_blocks)
-            final.append(inverse_scale(facts, stream).cpu())
-            for site, (x, _) in seen.items():
-                parts[site].append(inverse_scale(facts, x).cpu().reshape(-1, rows.shape[1]))
-    return torch.cat(final), {site: torch.cat(of_site) for site, of_site in parts.items()}

@@ -20,14 +20,7 @@ from swd_lens.analysis.audit.drawing import draw_layers
 from swd_lens.analysis.audit.labels import UnitLabels, sealed_line
 from swd_lens.analysis.audit.statistics import SiteAudit
 from swd_lens.analysis.audit.unit import TaskRank, UnitProfile
-from swd_lens.analysis.audit.vectors import (
-    LogitEffect,
-    Readout,
-    edges_of,
-    nearest_writes,
-    read_vectors,
-    write_vectors,
-)
+from swd_lens.analysis.audit.vectors import LogitEffect, Readout, edges_of, nearest_writes, read_vectors, write_vectors
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import brief, legible, quoted, seen, visible_token
 from swd_lens.base.files import atomic
@@ -46,7 +39,7 @@ _AT_ONCE = 256  # profiles whose logit effects are computed together
 @with_torch_defaults
 @dataclass(frozen=True, repr=False, eq=False)
 class Audit:
-    """What `swd_lens.audit` found; see there.
+    """The findings of `swd_lens.audit`; see there.
 
     Attributes:
         sites: site -> its audited units.
@@ -123,7 +116,7 @@ class Audit:
         return of_site.places.contexts(of_site.column[index], self.names, n=n, firing=True)
 
     def with_labels(self, labels: UnitLabels | Mapping[Any, Any]) -> "Audit":
-        """The same audit with labels on it, beside those it has; nothing else changes, rankings least of all.
+        """Put labels on the audit, beside those it has; nothing else changes, rankings least of all.
 
         Args:
             labels: UnitLabels, or unit -> text (or a mapping with "label", "note", "author").
@@ -140,7 +133,9 @@ class Audit:
         of_site, unit = self.sites[site], f"{site}/{index}"
         column = of_site.column[index]
         read, write = self._vectors[site]
-        similar = self._nearest(site)
+        if site not in self._nearest:  # computed once per site
+            self._nearest[site] = None if write is None else nearest_writes(write, NEIGHBOURS)
+        similar = self._nearest[site]
         return UnitProfile(
             unit=unit,
             contexts=tuple(self.contexts(site, index)),
@@ -176,13 +171,6 @@ class Audit:
                 )
         return effects
 
-    def _nearest(self, site: str) -> tuple[Tensor, Tensor] | None:
-        """Per unit of the site the nearest by write vector, and the cosines; computed once per site."""
-        if site not in self._nearest_of:
-            write = self._vectors[site][1]
-            self._nearest_of[site] = None if write is None else nearest_writes(write, NEIGHBOURS)
-        return self._nearest_of[site]
-
     def _scored(self, site: str) -> dict[str, UnitScores]:
         """Task -> scores, of the tasks that scored this site."""
         return {task: scores for task, scores in self.scores.items() if site in scores.scores}
@@ -200,7 +188,8 @@ class Audit:
         return {site: (read_vectors(self.factors[site]), write_vectors(self.factors[site])) for site in self.sites}
 
     @cached_property
-    def _nearest_of(self) -> dict[str, tuple[Tensor, Tensor] | None]:
+    def _nearest(self) -> dict[str, tuple[Tensor, Tensor] | None]:
+        """Site -> per unit the nearest by write vector, and the cosines."""
         return {}
 
     # ------------------------------------------------------------------ tables and files
@@ -280,13 +269,7 @@ class Audit:
         return pd.DataFrame(rows, columns=columns).sort_values(["layer", "layer order"], ignore_index=True)
 
     def excerpts(
-        self,
-        units: Any = None,
-        *,
-        task: str | None = None,
-        per_layer: int = 2,
-        n: int = 3,
-        around: int = 5,
+        self, units: Any = None, *, task: str | None = None, per_layer: int = 2, n: int = 3, around: int = 5
     ) -> pd.DataFrame:
         """Label and top excerpts per unit (the paper's table of contexts), the peak token between « and ».
 

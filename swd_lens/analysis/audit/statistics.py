@@ -121,7 +121,7 @@ class Statistics:
         return ((self.counts * active).sum(1) / self.n_tokens).double().cpu()
 
     def histogram(self, column: int) -> Histogram:
-        """Of the unit in a column."""
+        """The histogram of the unit in a column."""
         return Histogram(2.0 ** int(self.exponent[column]), self.counts[column].cpu())
 
     def coactive(self, k: int) -> tuple[Int[Tensor, "column _k"], Float[Tensor, "column _k"]]:
@@ -162,20 +162,16 @@ class Statistics:
         peak = z.abs().amax(0)
         needed = torch.frexp(peak).exponent.long() - (SIDE.bit_length() - 1)
         needed = torch.maximum(torch.where(peak > 0, needed, _LEAST).clamp_min(_LEAST), self.exponent)
-        self._widen(needed)
+        grown = (needed > self.exponent).nonzero()[:, 0]
+        if len(grown):  # a wider bin holds the sum of those that lay in it
+            steps = (needed - self.exponent)[grown, None].clamp_max(SIDE.bit_length())
+            places = (torch.arange(-SIDE, SIDE, device=z.device)[None, :] >> steps) + SIDE
+            self.counts[grown] = torch.zeros_like(self.counts[grown]).scatter_add_(1, places, self.counts[grown])
+            self._set(needed)
         bins = (z * self.bins_per_z).floor_().long() + SIDE
         offsets = torch.arange(z.shape[1], device=z.device) * (2 * SIDE)
         counts = torch.bincount((bins + offsets).flatten(), minlength=self.counts.numel())
         self.counts += counts.view_as(self.counts)
-
-    def _widen(self, exponent: Int[Tensor, " column"]) -> None:
-        """Bins of width 2^exponent: each is the sum of those that lay in it."""
-        grown = (exponent > self.exponent).nonzero()[:, 0]
-        if len(grown):
-            steps = (exponent - self.exponent)[grown, None].clamp_max(SIDE.bit_length())
-            places = (torch.arange(-SIDE, SIDE, device=exponent.device)[None, :] >> steps) + SIDE
-            self.counts[grown] = torch.zeros_like(self.counts[grown]).scatter_add_(1, places, self.counts[grown])
-            self._set(exponent)
 
     def _set(self, exponent: Int[Tensor, " column"]) -> None:
         self.exponent = exponent

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from swd_lens.analysis.audit.contexts import Context
+from swd_lens.analysis.audit.drawing import unit_html, unit_style
 from swd_lens.analysis.audit.labels import UnitLabel
 from swd_lens.analysis.audit.statistics import Histogram
 from swd_lens.analysis.audit.vectors import Edges, LogitEffect
@@ -21,12 +22,11 @@ from swd_lens.hosts.sites import parse_unit
 
 MARK = ("<<", ">>")  # around the peak, where a context is plain text
 _STATISTICS = ("mean", "sd", "smallest", "largest", "density", "special_peaks", "n_tokens")
-_DIGITS = 5  # significant ones of z in an export
 
 
 @dataclass(frozen=True)
 class TaskRank:
-    """What a unit is worth to a task: score in logits of margin, rank among all scored units (1 is the best of `of`).
+    """A unit's worth to a task: score in logits of margin, rank among all scored units (1 is the best of `of`).
 
     `of` is None where it was not kept.
     """
@@ -80,8 +80,6 @@ class UnitCard:
         return "" if self.reads is None or self.writes is None else f", {self.reads.n} + {self.writes.n} edges"
 
     def _repr_html_(self) -> str:
-        from swd_lens.analysis.audit.drawing import unit_html, unit_style  # which draws cards and profiles alike
-
         return f"<style>{unit_style()}</style>{unit_html(self)}"
 
 
@@ -141,7 +139,7 @@ class UnitProfile(UnitCard):
         return figure
 
     def as_dict(self) -> dict[str, Any]:
-        """What `Audit.export` writes of the unit: plain JSON values, without its tasks and neighbours."""
+        """Plain JSON values, as `Audit.export` writes them: without the unit's tasks and neighbours."""
         label = self.label or UnitLabel("")
         return {
             "unit": self.unit,
@@ -149,12 +147,7 @@ class UnitProfile(UnitCard):
             "index": self.index,
             **asdict(label),
             "contexts": [
-                {
-                    "text": c.text(MARK),
-                    "tokens": c.tokens,
-                    "z": [float(f"{z:.{_DIGITS}g}") for z in c.z],
-                    "peak": c.peak,
-                }
+                {"text": c.text(MARK), "tokens": c.tokens, "z": [float(f"{z:.5g}") for z in c.z], "peak": c.peak}
                 for c in self.contexts
             ],
             "promoted": self.logits and self.logits.promoted,

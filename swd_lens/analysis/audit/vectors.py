@@ -1,4 +1,4 @@
-"""What a unit's read and write vectors say: its edges by name, its neighbours, and its direct effect on the logits.
+"""A unit's read and write vectors: its edges by name, its neighbours, and its direct effect on the logits.
 
 1. `read_vectors` and `write_vectors` of a site's units: Factors show them; a coder (transcoder, SAE) does where it has W_enc and
    W_dec and they stand at the site's input and output; otherwise its units have no edges that could be named.
@@ -32,7 +32,7 @@ _LOGITS_AT_ONCE = 2**22
 
 
 def read_vectors(units: Units) -> Float[Tensor, "d_in unit"] | None:
-    """What the units read of the site's input, float32 on the CPU; None where that cannot be seen."""
+    """The read vectors of a site's units, float32 on the CPU; None where they cannot be seen."""
     if isinstance(units, Factors):
         return units.read.detach().cpu()
     weights = units.read_weights if isinstance(units, CoderUnits) and units.reads == "input" else None
@@ -40,7 +40,7 @@ def read_vectors(units: Units) -> Float[Tensor, "d_in unit"] | None:
 
 
 def write_vectors(units: Units) -> Float[Tensor, "unit d_out"] | None:
-    """What the units write to the site's output, float32 on the CPU; None where that cannot be seen."""
+    """The write vectors of a site's units, float32 on the CPU; None where they cannot be seen."""
     if isinstance(units, Factors):
         return units.write.detach().cpu()
     weights = units.write_weights if isinstance(units, CoderUnits) and units.writes == "output" else None
@@ -121,7 +121,7 @@ class LogitEffect(PlainRecord):
 
 
 class Readout:
-    """What stands between the sites of a host and its logits.
+    """The way from the sites of a host to its logits.
 
     Args:
         rows: (rows, pos) ids of the text over which the norms' scales are averaged.

@@ -86,7 +86,7 @@ class EditComparison:
         return self.rows.copy()
 
     def cost_at(self, change: float | int, of: str = "KL other prompts") -> pd.DataFrame:
-        """What a realised margin change costs each method, cheapest first; NaN where no edit reached it.
+        """Say what a realised margin change costs each method, cheapest first; NaN where no edit reached it.
 
         Between two edits the square root of KL is interpolated linearly: KL grows with the square of a small change.
 
@@ -189,10 +189,9 @@ def compare_edits(
     Raises:
         ValueError: (EditError) whatever `edit_unit` refuses, no other prompts, no or unknown methods, or bad shifts.
     """
-    requested = [require_number("a shift", shift) for shift in shifts]
+    requested, methods = [require_number("a shift", shift) for shift in shifts], list(dict.fromkeys(methods))
     if not requested or len(set(requested)) != len(requested):
         raise EditError(f"shifts must be different numbers, at least one, got {tuple(shifts)}")
-    methods = list(dict.fromkeys(methods))
     if not methods or set(methods) - set(METHODS):
         raise EditError(f"methods must be some of {METHODS}, got {tuple(methods)}")
     if isinstance(other_prompts, str) or not len(other_prompts):
@@ -203,9 +202,8 @@ def compare_edits(
     edits: list[Edit] = []
     for method in methods:
         if method == "lora":
-            edits += lora_edits(
-                model, site, target, requested, learning_rate=lora_learning_rate, seed=lora_seed, progress=progress
-            )
+            how = {"learning_rate": lora_learning_rate, "seed": lora_seed, "progress": progress}
+            edits += lora_edits(model, site, target, requested, **how)
         elif method == "oracle":
             edits += [oracle_edit(model, site, target, shift) for shift in requested]
         else:

@@ -168,7 +168,7 @@ class Edit:
 
     @property
     def base(self) -> str:
-        """What is changed: "dense" (the host's W) or "replacement" (the factors)."""
+        """The thing that is changed: "dense" (the host's W) or "replacement" (the factors)."""
         return str(self.settings["base"])
 
     @property
@@ -223,7 +223,7 @@ class Edit:
     # ------------------------------------------------------------------ applying
 
     def check(self, model: Any = None) -> Host:
-        """Whether `apply` would go through; nothing is changed.
+        """Check that `apply` would succeed; nothing is changed.
 
         Returns:
             The host.
@@ -414,22 +414,18 @@ class Edit:
         with readable(path, WHAT, EditError):
             header = checked(WHAT, json.loads(metadata.get("edit", "")), _HEADER)
             checked(WHAT, header["settings"], _SETTINGS)
-            _require_shapes(tensors)
+            read, write, h, d = (tensors[name] for name in _TENSORS)
+            fit = read.ndim == write.ndim == 2 and read.shape[1] == write.shape[0]
+            if not fit or h.shape != read.shape[:1] or d.shape != write.shape[1:]:
+                raise ValueError(
+                    f"read {tuple(read.shape)} and write {tuple(write.shape)} do not fit each other, h* or d"
+                )
             return cls(
                 site=header["site"],
                 method=header["method"],
                 shift=header["shift"],
-                delta=Delta(tensors["read"], tensors["write"]),
-                target=Target.of_described(header["site"], header["target"], tensors["input"], tensors["direction"]),
+                delta=Delta(read, write),
+                target=Target.of_described(header["site"], header["target"], h, d),
                 settings=header["settings"],
                 model=model,
             )
-
-
-def _require_shapes(tensors: Mapping[str, Tensor]) -> None:
-    """Raises EditError unless a pair, h* and d fit each other."""
-    read, write, h, d = (tensors[name] for name in _TENSORS)
-    if not (read.ndim == write.ndim == 2 and read.shape[1] == write.shape[0]):
-        raise ValueError(f"read {tuple(read.shape)} and write {tuple(write.shape)} do not fit each other, h* or d")
-    if h.shape != read.shape[:1] or d.shape != write.shape[1:]:
-        raise ValueError(f"read {tuple(read.shape)} and write {tuple(write.shape)} do not fit each other, h* or d")

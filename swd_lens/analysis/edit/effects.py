@@ -1,4 +1,4 @@
-"""effects: what an edit does beside what it is for.
+"""effects: measure what an edit changes beside its own aim.
 
 1. The margin of its own prompt before and after: the realised change.
 2. KL(before || after) of the next token behind other prompts, at the last position of each.
@@ -44,7 +44,7 @@ from swd_lens.units import attach
 @with_torch_defaults
 @dataclass(frozen=True, repr=False)
 class SideEffects:
-    """What one edit does to its own prompt, to other prompts and to text.
+    """The effect of one edit on its own prompt, on other prompts and on text.
 
     Attributes:
         edit: the edit.

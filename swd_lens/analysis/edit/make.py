@@ -22,6 +22,7 @@ from torch import Tensor
 from swd_lens.analysis.edit.edited import Delta, Edit
 from swd_lens.analysis.edit.target import Target, find_target, require_editable, require_number
 from swd_lens.base import __version__
+from swd_lens.base.checks import one_of
 from swd_lens.base.errors import EditError, quoted
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import Host, host_of, sites_of
@@ -79,8 +80,7 @@ def edit_unit(
         AttachError: the factors are not this host's, or units are attached at the site.
     """
     shift = require_number("shift", shift)
-    if base not in BASES:
-        raise EditError(f"base must be one of {BASES}, got {quoted(base)}")
+    one_of("base", base, BASES, EditError)
     units = factor_set(factors)
     site, index = unit_of(host_of(model), units, unit)
     # Attached, the other sites' units change what enters this one.
@@ -177,7 +177,7 @@ def calibrated(
 def provenance(
     host: Host, site: Site, target: Target, method: str, shift: float, *, base: str = "dense"
 ) -> dict[str, Any]:
-    """What every edit records: choices, and whose W it belongs to."""
+    """The settings of every edit: choices, and whose W it belongs to."""
     weight = host.weight(site)
     return {
         "base": base,
@@ -265,10 +265,7 @@ def _require_index(site: str, index: int, n_units: int) -> None:
 
 @with_torch_defaults
 def unit_hooks(
-    changes: Mapping[Any, tuple[str, float | int]],
-    factors: Any = None,
-    *,
-    positions: str | int | Sequence[int] = "all",
+    changes: Mapping[Any, tuple[str, float | int]], factors: Any = None, *, positions: str | int | Sequence[int] = "all"
 ) -> list[tuple[str, Callable[..., Any]]]:
     """Hooks that scale, clamp or add to units: for `model.hooks(fwd_hooks=...)` and `model.run_with_hooks(...)` while attached.
 

@@ -1,4 +1,4 @@
-"""select: which unit, and on which prompt, an edit should go through (after paper, app. component editing).
+"""select: choose the unit, and the prompt, that an edit should go through (after paper, app. component editing).
 
 1. Candidate cases are (prompt, answer, foil) triples. For each, and each site that writes to the residual stream: z at the
    prompt's last position in the dense host, and the write alignment B_c . d with d = u_answer - u_foil.
@@ -136,22 +136,13 @@ def select_edit_unit(
         batch_size: rows of text per forward.
 
     Raises:
-        EditError: no cases, no site to edit, no unit that fires and aligns, or a case that `edit_unit` would refuse.
-        ValueError: scores of other units.
+        EditError: no cases, no site to edit, no unit that fires and aligns, scores of other units, or a case that `edit_unit`
+            would refuse.
     """
     host, units = host_of(model), factor_set(factors)
-    sites = [site for site in sites_of(host, units) if site.kind in EDITABLE]
-    if not sites:
-        raise EditError(
-            f"these factors hold {', '.join(units)}: no site writes to the residual stream; edits take mlp_out and attn_o"
-        )
     if isinstance(cases, str) or not cases or not all(isinstance(c, tuple | list) and len(c) == 3 for c in cases):
         raise EditError("cases must be a list of (prompt, answer, foil) triples, and not empty")
-    require_free(host, sites)
-    for site in sites:
-        check_weights(host, site, units[site.name])
-    if scores is not None:
-        _check_scores(scores, units, sites)
+    sites = _editable_sites(host, units, scores)
     rows: list[dict[str, Any]] = []
     for prompt, answer, foil in cases:
         of_case: list[dict[str, Any]] = []
@@ -167,24 +158,23 @@ def select_edit_unit(
     places = list(zip(table.pop("site"), table.pop("index"), strict=True))
     table.insert(0, "unit", [f"{site}/{index}" for site, index in places])
     table["strength"] = table["contribution"] / table.groupby(_case_names(table))["contribution"].transform("max")
-    selection = table["strength"]
+    table["selection"], n_tokens = table["strength"], None
     if scores is not None:
         ranks = scores.ranks()
-        # Of scores below 0 none counts for anything.
+        # No score below 0 counts for anything.
         best = max(0.0, *(float(s.max()) for s in scores.scores.values())) or 1.0
         table["score"] = [float(scores.scores[site][index]) for site, index in places]
         table["rank"] = [int(ranks[site][index]) for site, index in places]
         table["importance"] = ((table["score"] / best).clip(lower=0) + 1 - (table["rank"] - 1) / scores.n_units) / 2
-        selection = selection * table["importance"]
-    n_tokens = None
+        table["selection"] = table["selection"] * table["importance"]
     if tokens is not None:
         stream = as_stream(tokens, model)
         n_tokens, sizes = stream.n_tokens, _root_mean_squares(host, units, sites, stream, batch_size)
         table["rms z"] = [float(sizes[site][index]) for site, index in places]
         ratio = (table["z"] / table["rms z"].clip(lower=1e-12)) ** 2
         table["specificity"] = ratio / ratio.max()
-        selection = selection * table["specificity"]
-    table["selection"] = selection
+        table["selection"] = table["selection"] * table["specificity"]
+    table["selection"] = table.pop("selection")  # the last column
     table = table.sort_values("selection", ascending=False, kind="stable", ignore_index=True)
     settings = {
         "top": top,
@@ -212,12 +202,28 @@ def _candidates(f: Factors, target: Target) -> list[dict[str, Any]]:
 
 
 def _case_names(table: pd.DataFrame) -> list[str]:
-    """Of each row: its case as text. Prompts may be lists or tensors, and two cases may share one."""
+    """Each row's case as text: prompts may be lists or tensors, and two cases may share one."""
     prompts = [p.tolist() if isinstance(p, Tensor) else p for p in table["prompt"]]
     return [repr(case) for case in zip(prompts, table["answer"], table["foil"], strict=True)]
 
 
-def _check_scores(scores: UnitScores, factors: FactorSet, sites: Sequence[Site]) -> None:
+def _editable_sites(host: Host, factors: FactorSet, scores: UnitScores | None) -> list[Site]:
+    """The sites that edits can be made at.
+
+    Raises:
+        EditError: there is none, or the scores are of other units.
+        AttachError: units are attached at one, or the factors are not this host's.
+    """
+    sites = [site for site in sites_of(host, factors) if site.kind in EDITABLE]
+    if not sites:
+        raise EditError(
+            f"these factors hold {', '.join(factors)}: no site writes to the residual stream; edits take mlp_out and attn_o"
+        )
+    require_free(host, sites)
+    for site in sites:
+        check_weights(host, site, factors[site.name])
+    if scores is None:
+        return sites
     for site in sites:
         n = len(scores.scores[site.name]) if site.name in scores.scores else 0
         if n != factors[site.name].n_units:
@@ -233,6 +239,7 @@ def _check_scores(scores: UnitScores, factors: FactorSet, sites: Sequence[Site])
             f"the scores were made with other factors of {', '.join(others)} (same number of units, other weights), where "
             "unit i is another unit; attribute these factors"
         )
+    return sites
 
 
 def _root_mean_squares(

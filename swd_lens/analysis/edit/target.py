@@ -1,4 +1,4 @@
-"""target: what an edit is to move. A prompt, the token that should gain and the one that should lose, seen from one site.
+"""target: the aim of an edit. A prompt, the token that should gain and the one that should lose, seen from one site.
 
 1. Answer and foil are one token each (tasks/tokenize.py decides, as for tasks); ids are taken as they are.
 2. h*, the site's input at the prompt's last position, is read off one forward of the host as it is now, with its margin.
@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from swd_lens.base.checks import one_of
 from swd_lens.base.errors import EditError, quoted
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.hosts.recording import record
@@ -74,7 +75,7 @@ class Target:
 
     @classmethod
     def of_described(cls, site: str, values: Mapping[str, Any], input: Tensor, direction: Tensor) -> "Target":
-        """What was `described`, with h* and d.
+        """Make a target of what was `described`, with h* and d.
 
         Raises:
             KeyError, TypeError: a value is missing, or unknown.
@@ -169,8 +170,7 @@ def find_target(
     """
     require_editable(site)
     require_no_dropout(model)
-    if direction not in DIRECTIONS:
-        raise EditError(f"direction must be one of {DIRECTIONS}, got {quoted(direction)}")
+    one_of("direction", direction, DIRECTIONS, EditError)
     host, read = host_of(model), read_prompt(model, prompt, prepend_bos)
     (answer, answer_id), (foil, foil_id) = _word(model, answer, "an answer"), _word(model, foil, "a foil")
     norm, unembedding = host.readout()

@@ -21,17 +21,20 @@ from swd_lens.analysis.graph.build import (
     activations_of,
     drawn_units,
     frozen_while_attached,
+    kept_edges,
     made_with,
     nodes_of,
-    require_pruning,
+    require_edges,
 )
 from swd_lens.analysis.graph.edges import LOGIT, TOKEN, Contrast, Layout, layout_of, weights
 from swd_lens.analysis.graph.pruning import pruned
 from swd_lens.analysis.graph.result import UnitGraph
-from swd_lens.base.errors import legible, quoted
+from swd_lens.base.checks import one_of
+from swd_lens.base.errors import legible
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import require_gradients, require_no_dropout
+from swd_lens.hosts.sites import Site
 from swd_lens.tasks.aligned import Aligned, aligned_prompts
 from swd_lens.tasks.split import TaskSplit
 from swd_lens.units import UnitSet, attach
@@ -87,10 +90,9 @@ def task_graph(
         TaskError: prompts of another host.
         TypeError, UnsupportedHostError, AttachError: see `unit_graph`.
     """
-    for name, setting, choices in (("attention", attention, ("none", "frozen")), ("top", top, tuple(TOPS))):
-        if setting not in choices:
-            raise ValueError(f"{legible(name)} must be one of {choices}, got {quoted(setting)}")
-    require_pruning(keep, per_node, min_weight)
+    one_of("attention", attention, ("none", "frozen"))
+    one_of("top", top, TOPS)
+    kept = kept_edges(keep, per_node, min_weight, isolated)
     attached = UnitSet.of(model, factors)
     drawn, scores = drawn_units(attached, units)
     aligned = task if isinstance(task, Aligned) else aligned_prompts(model, task, prompts)
@@ -105,70 +107,38 @@ def task_graph(
     means, layout, kinds = _Means(), None, None
     with torch.no_grad(), attach(model, attached):
         for i in tqdm(range(len(split)), desc="graph of each prompt", disable=not progress, leave=False):
-            into_heads = drawn if attention == "frozen" else ()
-            run = frozen_while_attached(attached, drawn, split.tokens[i].tolist(), into_heads, drawn)
-            run = run if attention == "frozen" else run.last()
-            layout = layout_of(attached, drawn, run, answers=_contrasts(split, i, top), static=False)
+            layout = _of_prompt(attached, drawn, split, i, top, across=attention == "frozen")
             weight, kinds = weights(layout)
-            means.add(torch.cat([activations_of(layout, group) for group in layout.groups]), weight, _chances(layout))
+            means.add(layout, weight)
     assert layout is not None and kinds is not None
-    if not bool(kinds.any()):
-        raise ValueError(
-            f"no unit of {', '.join(site.name for site in drawn)} can speak to another one directly: an edge needs a "
-            "site that writes the residual stream (attn_o, mlp_out) before one that reads it (attn_q, attn_k, attn_v, "
-            "attn_qkv, mlp_in, mlp_gate). Add units of such sites"
-        )
-    settings = {
-        **made_with(attached, drawn),
-        "prompt": aligned.text,
-        "tokens": list(aligned.roles),
-        "token_ids": aligned.typical,
-        "prepend_bos": split.prepend_bos,
-        "attention": attention,
-        "answers": [ids.mode().values.item() for ids in _sides(split, top)],
-        "targets": None,
-        "norm": "of the run",
-        "mlp": "slope at the run",
-        "normalize": "none",
-        "keep": keep,
-        "min_weight": float(min_weight),
-        "per_node": per_node,
-        "isolated": isolated,
-        "task": split.task,
-        "task_prompts": len(split),
-        "task_drawn": aligned.drawn,
-        "task_left_out": dict(aligned.left_out),
-        "task_split": split.name,
-        "task_source": split.source,
-        "top": top,
+    require_edges(kinds, drawn)
+    # The tokens that stand for each node at the top: those of its answers (or wrong answers), over all prompts.
+    sides = [split.answer_ids if right else split.distractor_ids for _, _, right, _ in TOPS[top]]
+    settings = made_with(attached, drawn, None) | kept
+    settings |= {
+        **{"prompt": aligned.text, "tokens": list(aligned.roles), "token_ids": aligned.typical},
+        **{"prepend_bos": split.prepend_bos, "attention": attention, "targets": None, "normalize": "none"},
+        "answers": [torch.tensor([i for ids in side for i in ids]).mode().values.item() for side in sides],
+        **{"norm": "of the run", "mlp": "slope at the run", "task": split.task, "task_prompts": len(split)},
+        **{"task_drawn": aligned.drawn, "task_left_out": dict(aligned.left_out), "task_split": split.name},
+        **{"task_source": split.source, "top": top},
     }
     rows = nodes_of(model, layout, aligned.typical, scores, labels or {}, attached.heads)
     nodes = _named(rows, aligned.roles, settings, means)
     return pruned(nodes, means.weight, kinds, settings, means.contribution, means.varies)
 
 
-def _contrasts(split: TaskSplit, i: int, top: str) -> list[Contrast]:
-    """What a prompt's own answers put at the top."""
+def _of_prompt(
+    attached: UnitSet, drawn: Mapping[Site, Sequence[int]], split: TaskSplit, i: int, top: str, *, across: bool
+) -> Layout:
+    """The nodes of one prompt, with its own answers at the top, and its held run."""
+    run = frozen_while_attached(attached, drawn, split.tokens[i].tolist(), drawn if across else (), drawn)
     right, wrong = split.answer_ids[i], split.distractor_ids[i]
-    return [
+    contrasts = [
         Contrast(right, wrong) if with_right and with_wrong else Contrast(right if with_right else wrong)
         for _, _, with_right, with_wrong in TOPS[top]
     ]
-
-
-def _sides(split: TaskSplit, top: str) -> list[Tensor]:
-    """The tokens that stand for each node at the top: those of its answers (or wrong answers), over all prompts."""
-    return [
-        torch.tensor([token for ids in (split.answer_ids if right else split.distractor_ids) for token in ids])
-        for _, _, right, _ in TOPS[top]
-    ]
-
-
-def _chances(layout: Layout) -> Float[Tensor, " answer"]:
-    """The probability of each top node's tokens together."""
-    probabilities = layout.run.probabilities
-    contrasts = [contrast for group in layout.groups if group.kind == LOGIT for contrast in group.contrasts]
-    return torch.stack([probabilities[list(contrast.right)].sum() for contrast in contrasts])
+    return layout_of(attached, drawn, run if across else run.last(), answers=contrasts, static=False)
 
 
 def _named(nodes: pd.DataFrame, roles: Sequence[str], settings: Mapping[str, Any], means: "_Means") -> pd.DataFrame:
@@ -190,15 +160,16 @@ class _Means:
 
     n: int = 0
     z: Tensor = field(default_factory=lambda: torch.zeros(()))
-    chances: Tensor = field(default_factory=lambda: torch.zeros(()))
+    chances: Tensor = field(default_factory=lambda: torch.zeros(()))  # of each top node's tokens together
     weight: Tensor = field(default_factory=lambda: torch.zeros(()))
     contribution: Tensor = field(default_factory=lambda: torch.zeros(()))
     squares: Tensor = field(default_factory=lambda: torch.zeros(()))
 
-    def add(
-        self, z: Float[Tensor, " node"], weight: Float[Tensor, "node node"], chances: Float[Tensor, " answer"]
-    ) -> None:
+    def add(self, layout: Layout, weight: Float[Tensor, "node node"]) -> None:
         self.n += 1
+        z = torch.cat([activations_of(layout, group) for group in layout.groups])
+        contrasts = [contrast for group in layout.groups if group.kind == LOGIT for contrast in group.contrasts]
+        chances = torch.stack([layout.run.probabilities[list(contrast.right)].sum() for contrast in contrasts])
         contribution = z[:, None] * weight
         new = {"z": z, "chances": chances, "weight": weight, "contribution": contribution}
         for name, value in (new | {"squares": contribution.square()}).items():

@@ -17,12 +17,13 @@ import pandas as pd
 import torch
 
 from swd_lens.analysis.graph.build import activations_of, frozen_run, units_of_run
+from swd_lens.analysis.graph.data import records, table
 from swd_lens.analysis.graph.edges import ATTENTION, TOKEN, HeadPaths, Layout, head_paths, layout_of
 from swd_lens.analysis.graph.edges import KINDS as EDGE_KINDS
-from swd_lens.analysis.graph.result import UnitGraph, records, table
+from swd_lens.analysis.graph.result import UnitGraph
 from swd_lens.analysis.qk.parts import ScoreParts, parts_of
 from swd_lens.analysis.qk.scores import provenance, run_layers, sides_of
-from swd_lens.base.errors import quoted
+from swd_lens.base.checks import bounded
 from swd_lens.base.record import Record, checked
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import require_no_dropout
@@ -47,7 +48,7 @@ CONSTANTS = {"query bias": "query_bias", "key bias": "key_bias", "biases": "bias
 
 @dataclass(frozen=True, repr=False, eq=False)
 class AttentionPaths(Record):
-    """What the heads carry along a graph's attention edges, and why they look there.
+    """The heads' shares of a graph's attention edges, and the scores that make them look there.
 
     Attributes:
         heads: one row per attention edge and head, in the order of the graph's edges: source, target (names of nodes), layer,
@@ -78,7 +79,7 @@ class AttentionPaths(Record):
 
     @classmethod
     def from_dict(cls, values: Any) -> "AttentionPaths":
-        """What `as_dict` gave, also after JSON.
+        """Make it of what `as_dict` gave, also after JSON.
 
         Raises:
             ValueError: it is something else.
@@ -125,8 +126,7 @@ def attention_paths(model: Any, factors: Any, graph: UnitGraph, *, pairs: int = 
             f"this graph is the mean of {graph.settings['task_prompts']} prompts, each with attention patterns of its "
             "own; give the unit_graph of one prompt"
         )
-    if isinstance(pairs, bool) or not isinstance(pairs, int) or pairs < 1:
-        raise ValueError(f"pairs={quoted(pairs)}: give a whole number from 1 on")
+    bounded("pairs", pairs, 1)
     units, settings = units_of_run(model, factors, graph)
     require_no_dropout(model)
     ids = list(graph.settings["token_ids"])
@@ -163,7 +163,7 @@ def _layout(units: UnitSet, graph: UnitGraph, ids: list[int]) -> Layout:
 def _head_rows(layout: Layout, graph: UnitGraph) -> Iterator[dict[str, Any]]:
     """Every attention edge of the graph, head by head."""
     nodes = {row["node"]: row for row in records(graph.nodes)}
-    paths: dict[str, list[HeadPaths]] = {}
+    paths: dict[str, dict[str, HeadPaths]] = {}
     for edge in records(graph.edges):
         if edge["kind"] != EDGE_KINDS[ATTENTION]:
             continue
@@ -171,8 +171,11 @@ def _head_rows(layout: Layout, graph: UnitGraph) -> Iterator[dict[str, Any]]:
         group = layout.group(target["layer"], "attn_o")
         assert group is not None and group.site is not None and group.read is not None
         if group.site.name not in paths:
-            paths[group.site.name] = list(head_paths(layout, group.site, group.read))
-        through = next(path for path in paths[group.site.name] if _name(path) == (source["site"] or TOKEN))
+            paths[group.site.name] = {
+                TOKEN if path.source.site is None else path.source.site.name: path
+                for path in head_paths(layout, group.site, group.read)
+            }
+        through = paths[group.site.name][source["site"] or TOKEN]
         items = through.source.items
         item = 0 if source["kind"] == TOKEN else items.index(source["unit"])
         dest, src = target["position"], source["position"]
@@ -190,10 +193,6 @@ def _head_rows(layout: Layout, graph: UnitGraph) -> Iterator[dict[str, Any]]:
                 "pattern": float(pattern[head, dest, src]),
                 "contribution": z * weight,
             }
-
-
-def _name(path: HeadPaths) -> str:
-    return TOKEN if path.source.site is None else path.source.site.name
 
 
 # ---------------------------------------------------------------------------------------------- by pair

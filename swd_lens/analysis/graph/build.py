@@ -6,19 +6,21 @@
 4. Influence, and which edges are kept (pruning.py).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 
+from swd_lens.analysis.graph.data import NODES, table
 from swd_lens.analysis.graph.edges import LOGIT, TOKEN, Layout, NodeGroup, layout_of, weights
 from swd_lens.analysis.graph.frozen import FrozenRun, freeze, read_norms
 from swd_lens.analysis.graph.pruning import pruned
-from swd_lens.analysis.graph.result import NODES, UnitGraph, table
+from swd_lens.analysis.graph.result import UnitGraph
 from swd_lens.base import __version__
-from swd_lens.base.errors import legible, quoted, visible_token
+from swd_lens.base.checks import bounded, one_of
+from swd_lens.base.errors import legible, visible_token
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits import Circuit, UnitScores
 from swd_lens.hosts import require_gradients, require_no_dropout
@@ -86,81 +88,67 @@ def unit_graph(
         ValueError: a unit that is not there, a circuit of other factors, no path between any two nodes, too many nodes, a
             prompt that is too long, an answer named twice, settings that exclude each other.
         TypeError: units of a coder, which have no read and write vectors.
-        UnsupportedHostError: see `swd_lens.analysis.graph.frozen.freeze`.
-        AttachError: see `swd_lens.attach`.
+        UnsupportedHostError: see `swd_lens.analysis.graph.frozen.freeze`; AttachError: see `swd_lens.attach`.
     """
-    for name, setting, choices in (
-        ("attention", attention, ("none", "frozen")),
-        ("normalize", normalize, ("none", "cosine")),
-    ):
-        if setting not in choices:
-            raise ValueError(f"{legible(name)} must be one of {choices}, got {quoted(setting)}")
-    if prompt is None and attention == "frozen":
-        raise ValueError("attention='frozen' holds the attention patterns of a prompt: give one, prompt='...'")
-    if prompt is not None and tokens is not None:
-        raise ValueError("with a prompt the norms' scales are those of its run: leave `tokens` out")
-    if prompt is not None and normalize != "none":
-        raise ValueError(
-            "with a prompt weights are contributions per unit of z; normalize='cosine' is for graphs without one"
-        )
-    require_pruning(keep, per_node, min_weight)
+    _require_fitting(prompt, tokens, attention, normalize)
+    kept = kept_edges(keep, per_node, min_weight, isolated)
     attached = UnitSet.of(model, factors)
     drawn, scores = drawn_units(attached, units, targets)
     require_no_dropout(model)
     with torch.no_grad():
-        if prompt is None:
-            read, ids, run = None, None, read_norms(attached.host, tokens)
-        else:
-            require_gradients(model)
-            read = read_prompt(model, prompt)
-            ids = list(read.ids)
-            run = frozen_run(attached, drawn, ids, drawn if attention == "frozen" else (), drawn)
-            run = run if attention == "frozen" else run.last()
+        read, run = held_run(attached, drawn, prompt, tokens, drawn, across=attention == "frozen")
+        ids = None if read is None else list(read.ids)
         answers = () if answers is None and targets is not None else answers
         answer_ids = _answer_ids(model, answers, None if ids is None else run.logits)
         layout = layout_of(attached, drawn, run, answers=answer_ids, static=ids is None, cosine=normalize == "cosine")
         weight, kinds = weights(layout)
-    if not bool(kinds.any()):
-        names = ", ".join(site.name for site in drawn)
-        more = "" if ids is not None else ", name answers=[...] so that their logits can be reached, or give a prompt"
-        raise ValueError(
-            f"no unit of {names} can speak to another one directly: an edge needs a site that writes the residual stream "
-            "(attn_o, mlp_out) before one that reads it (attn_q, attn_k, attn_v, attn_qkv, mlp_in, mlp_gate). Add units "
-            f"of such sites{legible(more)}"
-        )
-    settings = {
-        **made_with(attached, drawn),
-        "prompt": None if ids is None else decoded(model, ids),
-        "tokens": None if ids is None else [_label(model, token) for token in ids] if model.tokenizer else ids,
-        "token_ids": ids,
-        "prepend_bos": None if read is None else read.prepend_bos,
-        "attention": attention,
-        "answers": answer_ids,
+    more = "" if ids else ", name answers=[...] so that their logits can be reached, or give a prompt"
+    require_edges(kinds, drawn, more)
+    norm = "of the run" if ids else "scale 1" if tokens is None else "average 1/scale over tokens"
+    settings = made_with(attached, drawn, read) | {"norm": norm, "attention": attention, "answers": answer_ids} | kept
+    settings |= {
         "targets": None if targets is None else ["{}/{}".format(*unit) for unit in attached.units_named(targets)],
-        "norm": "of the run" if ids is not None else "scale 1" if tokens is None else "average 1/scale over tokens",
-        "mlp": "slope at the run" if ids is not None else "not followed",
         "normalize": normalize,
-        "keep": keep,
-        "min_weight": float(min_weight),
-        "per_node": per_node,
-        "isolated": isolated,
         "task": None if scores is None else scores.settings.get("task"),
     }
     return pruned(nodes_of(model, layout, ids, scores, labels or {}, attached.heads), weight, kinds, settings)
 
 
-def require_pruning(keep: int | None, per_node: int | None, min_weight: float | int) -> None:
-    """Raises ValueError where nothing could be kept."""
+def _require_fitting(prompt: Any, tokens: Any, attention: str, normalize: str) -> None:
+    """Raises ValueError where settings are unknown or exclude each other."""
+    one_of("attention", attention, ("none", "frozen"))
+    one_of("normalize", normalize, ("none", "cosine"))
+    if prompt is None and attention == "frozen":
+        raise ValueError("attention='frozen' holds the attention patterns of a prompt: give one, prompt='...'")
+    if prompt is not None and normalize != "none":
+        raise ValueError(
+            "with a prompt weights are contributions per unit of z; normalize='cosine' is for graphs without one"
+        )
+
+
+def kept_edges(keep: int | None, per_node: int | None, min_weight: float | int, isolated: bool) -> dict[str, Any]:
+    """Settings that say which edges are kept. Raises ValueError where nothing could be."""
     for name, most in (("keep", keep), ("per_node", per_node)):
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-            raise ValueError(f"{legible(name)}={most}: give a whole number of at least 1, or None for all edges")
-    if not min_weight >= 0:
-        raise ValueError(f"min_weight={min_weight}: give a number of at least 0")
+        if most is not None:
+            bounded(name, most, 1)
+    bounded("min_weight", min_weight, 0, whole=False)
+    return {"keep": keep, "min_weight": float(min_weight), "per_node": per_node, "isolated": isolated}
 
 
-def made_with(attached: UnitSet, drawn: Mapping[Site, Sequence[int]]) -> dict[str, Any]:
-    """Settings of a graph: of what model and factors it is, and how many units are drawn."""
+def require_edges(kinds: Tensor, drawn: Iterable[Site], more: str = "") -> None:
+    """Raises ValueError where no edge is possible; `more` is what else to do."""
+    if not bool(kinds.any()):
+        raise ValueError(
+            f"no unit of {', '.join(site.name for site in drawn)} can speak to another one directly: an edge needs a "
+            "site that writes the residual stream (attn_o, mlp_out) before one that reads it (attn_q, attn_k, attn_v, "
+            f"attn_qkv, mlp_in, mlp_gate). Add units of such sites{more}"
+        )
+
+
+def made_with(attached: UnitSet, drawn: Mapping[Site, Sequence[int]], read: Prompt | None) -> dict[str, Any]:
+    """Settings of a graph: of what model, factors and prompt it is, and how many units are drawn."""
     model, cap = attached.host.model, facts_of(attached.host.model).logit_cap
+    ids = None if read is None else list(read.ids)
     return {
         "model": str(getattr(model.cfg, "model_name", "")),
         **({} if cap is None else {"logits": f"before the soft cap of {cap:g}"}),
@@ -169,6 +157,11 @@ def made_with(attached: UnitSet, drawn: Mapping[Site, Sequence[int]]) -> dict[st
         **standing_hooks(model),
         "factors": dict(attached.identities),
         "units": sum(len(indices) for indices in drawn.values()),
+        "prompt": None if ids is None else decoded(model, ids),
+        "tokens": [_label(model, token) for token in ids] if ids and model.tokenizer else ids,
+        "token_ids": ids,
+        "prepend_bos": None if read is None else read.prepend_bos,
+        "mlp": "not followed" if read is None else "slope at the run",
     }
 
 
@@ -228,7 +221,27 @@ def drawn_units(attached: UnitSet, units: Any, targets: Any = None) -> tuple[dic
 # ---------------------------------------------------------------------------------------------- prompt and answers
 
 
-def read_prompt(model: Any, given: Any) -> Prompt:
+def held_run(
+    attached: UnitSet, drawn: Iterable[Site], given: Any, tokens: Any, into: Collection[Site], *, across: bool
+) -> tuple[Prompt | None, FrozenRun]:
+    """The prompt and its run with all factors attached, held; without a prompt the host's norms alone.
+
+    Args:
+        given: the prompt.
+        tokens: without a prompt, for the scale of the norms.
+        into: what edges lead into.
+        across: at all positions, with attention patterns; else at the last position.
+
+    Raises:
+        ValueError: a prompt and tokens, several prompts, or one that cannot be run.
+        UnsupportedHostError: see `freeze`.
+    """
+    model = attached.host.model
+    if given is None:
+        return None, read_norms(attached.host, tokens)
+    if tokens is not None:
+        raise ValueError("with a prompt the norms' scales are those of its run: leave `tokens` out")
+    require_gradients(model)
     if isinstance(given, str) and model.tokenizer is None:
         raise ValueError("this host has no tokenizer, so a text cannot be its prompt; pass token ids")
     prompt = Prompt.of(model, given, "unit_graph")
@@ -238,7 +251,8 @@ def read_prompt(model: Any, given: Any) -> Prompt:
         raise ValueError(
             f"this prompt cannot be run: {legible(prompt.unusable)}; give a shorter one, or one that is not empty"
         )
-    return prompt
+    run = frozen_run(attached, drawn, list(prompt.ids), into if across else (), into)
+    return prompt, run if across else run.last()
 
 
 def frozen_run(

@@ -10,16 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from swd_lens.analysis.graph.data import GraphData
 from swd_lens.base.errors import visible, visible_token
 from swd_lens.base.figures import GRID, INK_ON_FILL, NEGATIVE, POSITIVE, STANDALONE
 from swd_lens.base.files import write_text
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts.sites import KINDS, execution_key
-
-if TYPE_CHECKING:
-    from swd_lens.analysis.graph.result import UnitGraph
 
 _FILL = {"token": "#f3f3f3", "unit": "#ffffff", "logit": "#fff3e8"}
 _CHARACTER, _PADDING, _GAP, _BETWEEN = 6.6, 12.0, 8.0, 22.0  # pixels, at a font size of 11
@@ -43,17 +41,14 @@ class GraphDrawing:
     words: str
 
     def _repr_html_(self) -> str:
+        # As wide as there is room, down to a size at which its words can be read: then it scrolls.
+        width = float(self.svg.partition(' width="')[2].partition('"')[0])
+        style = f"max-width:100%;min-width:{_READABLE * width:.0f}px;height:auto"
+        fitting = self.svg.replace("<svg ", f'<svg style="{style}" ', 1)
         return (
             '<div class="swd-graph" style="overflow-x:auto" tabindex="0" role="group" aria-label="unit graph">'
-            f"{self._fitting()}</div>"
+            f"{fitting}</div>"
             f"<details><summary>The strongest edges, in words</summary>{self.words}</details>"
-        )
-
-    def _fitting(self) -> str:
-        """The picture as wide as there is room, down to a size at which its words can be read: then it scrolls."""
-        width = float(self.svg.partition(' width="')[2].partition('"')[0])
-        return self.svg.replace(
-            "<svg ", f'<svg style="max-width:100%;min-width:{_READABLE * width:.0f}px;height:auto" ', 1
         )
 
     def save(self, path: str | Path) -> None:
@@ -99,7 +94,7 @@ class _Grid:
 
 
 @with_torch_defaults
-def draw(graph: "UnitGraph", labels: Mapping[str, str] | None = None) -> GraphDrawing:
+def draw(graph: GraphData, labels: Mapping[str, str] | None = None) -> GraphDrawing:
     """Draw a graph; up to about 60 nodes and 200 edges it can be read, larger ones scroll.
 
     Args:
@@ -113,7 +108,13 @@ def draw(graph: "UnitGraph", labels: Mapping[str, str] | None = None) -> GraphDr
     largest = max((row["strength"] for row in values["edges"]), default=1.0)
     shapes = [_grid_svg(grid, graph), *(_edge_svg(row, grid, largest, graph) for row in reversed(values["edges"]))]
     shapes += [_node_svg(node, grid, graph) for node in nodes.values()]
-    shapes.append(_legend_svg(graph, height - 10))
+    value, size = ("contribution z·w", "share of influence") if graph.has_prompt else ("weight", "|weight|")
+    low, line = height - 10, f'y1="{height - 14:.0f}" y2="{height - 14:.0f}" stroke-width="3"'
+    shapes.append(
+        f'<g><line x1="8" x2="32" {line} stroke="{POSITIVE}"/><text x="38" y="{low:.0f}">positive {value}</text>'
+        f'<line x1="188" x2="212" {line} stroke="{NEGATIVE}" stroke-dasharray="5 3"/>'
+        f'<text x="218" y="{low:.0f}">negative · width: {size}</text></g>'
+    )
     title = escape(repr(graph))
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {grid.width:.0f} {height:.0f}" width="{grid.width:.0f}" '
@@ -206,7 +207,7 @@ def _grid(nodes: Mapping[str, _Node], cells: Mapping[_Cell, Sequence[str]]) -> _
 # ---------------------------------------------------------------------------------------------- shapes
 
 
-def _grid_svg(grid: _Grid, graph: "UnitGraph") -> str:
+def _grid_svg(grid: _Grid, graph: GraphData) -> str:
     shapes = []
     for row in grid.rows:
         y = grid.top(row) + _HEIGHT / 2
@@ -232,7 +233,7 @@ def _grid_svg(grid: _Grid, graph: "UnitGraph") -> str:
     return "".join(shapes)
 
 
-def _edge_svg(row: Mapping[str, Any], grid: _Grid, largest: float, graph: "UnitGraph") -> str:
+def _edge_svg(row: Mapping[str, Any], grid: _Grid, largest: float, graph: GraphData) -> str:
     (x0, y0), (x1, top) = grid.points[row["source"]], grid.points[row["target"]]
     y1 = top + _HEIGHT
     bend = max(14.0, (y0 - y1) * 0.42)
@@ -246,13 +247,13 @@ def _edge_svg(row: Mapping[str, Any], grid: _Grid, largest: float, graph: "UnitG
     )
 
 
-def _edge_in_words(row: Mapping[str, Any], graph: "UnitGraph") -> str:
+def _edge_in_words(row: Mapping[str, Any], graph: GraphData) -> str:
     weight = f"weight {row['weight']:+.3g}"
     size = f"contribution {row['contribution']:+.3g} ({weight})" if graph.has_prompt else weight
     return f"{row['source']} → {row['target']}: {size}, {row['kind']}"
 
 
-def _node_svg(node: _Node, grid: _Grid, graph: "UnitGraph") -> str:
+def _node_svg(node: _Node, grid: _Grid, graph: GraphData) -> str:
     row, (x, y) = node.row, grid.points[node.row["node"]]
     title = [row["node"], *([node.label] if node.label else [])]
     if graph.has_prompt:
@@ -269,14 +270,4 @@ def _node_svg(node: _Node, grid: _Grid, graph: "UnitGraph") -> str:
         f'stroke-width="{1.6 if node.label and row["kind"] == "unit" else 0.9}"{dashed}/>'
         f'<text x="{x:.1f}" y="{y + _HEIGHT / 2 + 4:.1f}" text-anchor="middle" fill="{INK_ON_FILL}">'
         f"{escape(node.text)}</text></g>"
-    )
-
-
-def _legend_svg(graph: "UnitGraph", y: float) -> str:
-    value, size = ("contribution z·w", "share of influence") if graph.has_prompt else ("weight", "|weight|")
-    return (
-        f'<g><line x1="8" x2="32" y1="{y - 4:.0f}" y2="{y - 4:.0f}" stroke="{POSITIVE}" stroke-width="3"/>'
-        f'<text x="38" y="{y:.0f}">positive {value}</text>'
-        f'<line x1="188" x2="212" y1="{y - 4:.0f}" y2="{y - 4:.0f}" stroke="{NEGATIVE}" stroke-width="3" stroke-dasharray="5 3"/>'
-        f'<text x="218" y="{y:.0f}">negative · width: {size}</text></g>'
     )

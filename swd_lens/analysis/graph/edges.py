@@ -26,13 +26,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from swd_lens.analysis.graph.frozen import (
-    PRE_ACTIVATION,
-    FrozenRun,
-    by_head,
-    final_reading,
-    norm_before,
-)
+from swd_lens.analysis.graph.frozen import PRE_ACTIVATION, FrozenRun, by_head, final_reading, norm_before
 from swd_lens.hosts import sites_of
 from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site
 from swd_lens.units import UnitSet
@@ -46,14 +40,14 @@ _MOST_NODES = 6_000
 
 
 class Contrast(NamedTuple):
-    """What an answer's node stands for: the mean logit of `right` less that of `wrong`, or of the whole vocabulary where there
-    are none."""
+    """The meaning of an answer's node: the mean logit of `right` less that of `wrong`, or of the whole vocabulary where there are
+    none."""
 
     right: tuple[int, ...]
     wrong: tuple[int, ...] = ()
 
     def of(self, values: Float[Tensor, "*any vocab"]) -> Float[Tensor, "*any"]:
-        """Of logits, or of the columns of an unembedding."""
+        """The contrast of logits, or of the columns of an unembedding."""
         others = values[..., list(self.wrong)] if self.wrong else values
         return values[..., list(self.right)].mean(-1) - others.mean(-1)
 
@@ -156,7 +150,12 @@ def layout_of(
     if answers:
         contrasts = tuple(each if isinstance(each, Contrast) else Contrast((each,)) for each in answers)
         items = tuple(i if isinstance(each, Contrast) else each for i, each in enumerate(answers))
-        read = _answer_vectors(units, run, contrasts, static)
+        # What the answers' logits, before a soft cap, read of the residual stream.
+        _, unembedding = host.readout()
+        columns = torch.stack([contrast.of(unembedding) for contrast in contrasts], 1).float().cpu()
+        reading = final_reading(host, run.leaving[-1:])
+        pulled = reading.pull(columns.T)
+        read = (pulled if static else pulled * reading.inverse[:, None]).T
         groups.append(NodeGroup(LOGIT, groups[-1].nodes.stop, 1, items, read, contrasts=contrasts))
     n_nodes = groups[-1].nodes.stop
     if bounded and n_nodes > _MOST_NODES:
@@ -186,17 +185,6 @@ def _matrices(
         else:
             matrices[site.name] = units.host.weight(site).cpu()
     return matrices
-
-
-def _answer_vectors(
-    units: UnitSet, run: FrozenRun, contrasts: Sequence[Contrast], static: bool
-) -> Float[Tensor, "d_model answer"]:
-    """What the answers' logits, before a soft cap, read of the residual stream."""
-    _, unembedding = units.host.readout()
-    columns = torch.stack([contrast.of(unembedding) for contrast in contrasts], 1).float().cpu()
-    reading = final_reading(units.host, run.leaving[-1:])
-    pulled = reading.pull(columns.T)
-    return (pulled if static else pulled * reading.inverse[:, None]).T
 
 
 # ---------------------------------------------------------------------------------------------- weights
@@ -249,7 +237,8 @@ def _blocks(layout: Layout, target: NodeGroup) -> Iterator[_Block]:
         cotangent = reading.inverse[:, None, None] * reading.pull(target.read.T)
         yield from _at_same_position(layout, site, norm, cotangent, RESIDUAL)
     elif site.kind == "attn_o" and site.layer in run.patterns:
-        yield from _into_heads(layout, site, target.read)
+        for paths in head_paths(layout, site, target.read):
+            yield _Block(paths.source, ATTENTION, paths.summed(run.patterns[site.layer]))
     elif site.kind == "mlp_out" and not layout.static:
         yield from _into_neurons(layout, site, target.read)
 
@@ -286,7 +275,7 @@ def _into_neurons(layout: Layout, site: Site, read: Float[Tensor, "d_mlp unit"])
 
 
 class HeadPaths(NamedTuple):
-    """What a group of sources hands to units of attn_o, head by head: pattern[head, dest, src] * met * scale[src] is the weight.
+    """Paths from a group of sources to units of attn_o, head by head: pattern[head, dest, src] * met * scale[src] is the weight.
 
     Attributes:
         met: (item, unit, head), the dot product of what a source writes to the head's values and what a unit reads of the
@@ -314,21 +303,13 @@ class HeadPaths(NamedTuple):
         return pattern[:, dest, src] * met * (1.0 if self.scale is None else self.scale[src])
 
 
-def _into_heads(layout: Layout, site: Site, read: Float[Tensor, "d_z unit"]) -> Iterator[_Block]:
-    for paths in head_paths(layout, site, read):
-        yield _Block(paths.source, ATTENTION, paths.summed(layout.run.patterns[site.layer]))
-
-
 def head_paths(layout: Layout, site: Site, read: Float[Tensor, "d_z unit"]) -> Iterator[HeadPaths]:
-    """What reaches units of attn_o through the heads of its layer, from each group of sources; see b above."""
+    """The paths to units of attn_o through the heads of its layer, from each group of sources; see b above."""
     n_heads, width = layout.n_heads, len(read)
     reads = read.T.unflatten(-1, (n_heads, -1))  # (unit, head, d_head)
     source = layout.group(site.layer, "attn_v", "attn_qkv")
     if source is not None and source.site is not None and source.write is not None:
-        values = source.write
-        if source.site.kind == "attn_qkv":
-            # Of a packed matrix q has `width` columns; k and v share the rest.
-            values = values[:, -((values.shape[1] - width) // 2) :]
+        values = value_columns(source.write, width) if source.site.kind == "attn_qkv" else source.write
         yield HeadPaths(source, torch.einsum("ihe,jhe->ijh", by_head(values, n_heads, width), reads))
         return
     reading = layout.run.readings[site.layer, "attn"]
@@ -338,6 +319,11 @@ def head_paths(layout: Layout, site: Site, read: Float[Tensor, "d_z unit"]) -> I
         assert source.write is not None
         scale = reading.inverse * layout.inverse_behind(source)
         yield HeadPaths(source, torch.einsum("ix,jhx->ijh", source.write, pulled), scale)
+
+
+def value_columns(packed: Float[Tensor, "*n _width"], width: int) -> Float[Tensor, "*n _values"]:
+    """The values' columns of what a packed attn_qkv writes: q has `width` columns, k and v share the rest."""
+    return packed[..., -((packed.shape[-1] - width) // 2) :]
 
 
 def _at_same_position(

@@ -1,6 +1,7 @@
 """Export: a unit graph as the files that other tools' frontends read.
 
-1. `viewer_json` is a graph in the schema of attribution graphs, with all of it under "swd_lens" in its metadata, sealed.
+1. `viewer_json` is a graph in the schema of attribution graphs, with all of it under "swd_lens" in its metadata, sealed;
+   `to_json` writes it to one file.
 2. `export` writes it as {slug}.json beside graph-metadata.json (which lists the folder's graphs) and features/ (features.py): a
    folder that circuit-tracer's server serves as it is.
 
@@ -28,25 +29,23 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode
 
 from swd_lens.analysis.audit import Audit
-from swd_lens.analysis.graph.features import FeatureNumbers, feature_files, require_same_factors
+from swd_lens.analysis.graph.data import FORMAT, VERSION, GraphData, require_same_factors
+from swd_lens.analysis.graph.features import FeatureNumbers, feature_files, plain_name
 from swd_lens.analysis.graph.groups import groups as groups_of
-from swd_lens.analysis.graph.nodes import Places, is_measured, placed, shown_text, viewer_graph
-from swd_lens.analysis.graph.panel import positions
-from swd_lens.analysis.graph.pinned import pinned_nodes
+from swd_lens.analysis.graph.nodes import is_measured, placed, shown_text, viewer_graph
+from swd_lens.analysis.graph.pinned import pinned_nodes, positions
 from swd_lens.analysis.graph.tracing import traced
 from swd_lens.base import __version__
+from swd_lens.base.checks import one_of
 from swd_lens.base.errors import callers_level, legible, quoted
 from swd_lens.base.files import write_json
 from swd_lens.base.names import require_names
 from swd_lens.base.record import Record
 from swd_lens.base.sealed import readable, seal
-
-if TYPE_CHECKING:
-    from swd_lens.analysis.graph.result import UnitGraph
 
 TARGETS = ("circuit-tracer", "neuronpedia")
 SHOW_ALL = 1.0  # of the influence that is shown when a viewer opens
@@ -56,7 +55,7 @@ _NEURONPEDIA_NAMES = {"gpt2": "gpt2-small"}
 
 @dataclass(frozen=True, repr=False)
 class ExportedGraph(Record):
-    """What `export` wrote.
+    """The files that `export` wrote.
 
     Attributes:
         folder: where everything lies.
@@ -84,7 +83,7 @@ class ExportedGraph(Record):
 
 
 def export(
-    graph: "UnitGraph",
+    graph: GraphData,
     folder: str | Path,
     *,
     scan: str | None = None,
@@ -96,21 +95,43 @@ def export(
     pinned: Any = None,
     features_url: str | None = None,
 ) -> ExportedGraph:
-    """Write a graph for a frontend; see `UnitGraph.export`."""
-    written = viewer_json(
-        graph,
-        slug=slug,
-        scan=scan,
-        target=target,
-        audit=audit,
-        attention=attention,
-        groups=groups,
-        pinned=pinned,
-        features_url=features_url,
-    )
+    """Write the graph for circuit-tracer's or Neuronpedia's frontend: {slug}.json, its line in graph-metadata.json, and a
+    file for each unit in features/. Graphs of one folder stand beside each other.
+
+        graph.export("graphs", audit=audit)          # then: circuit_tracer.frontend.local_server.serve("graphs")
+
+    What the edges leave of a node's activation is the weight of a link from an error node, so that links into a node
+    add up to it. A unit that is hovered shows the audit's contexts and tokens.
+
+    Args:
+        folder: made where it is not there; what it holds of another slug stays.
+        scan: where features are looked up. circuit-tracer: None means the folder's own; Neuronpedia: the model's name
+            there ("gpt2-small", "gemma-2-2b"), None means the host's.
+        target: "circuit-tracer" or "neuronpedia".
+        slug: the graph's name in addresses and files: letters, digits, "_", "-" and ".".
+        audit: of the same factors: contexts, promoted tokens, labels of units without one.
+        attention: of `attention_paths`: query-key pairs behind each unit that attention writes.
+        groups: name -> nodes that are shown as one, as `swd_lens.graph.groups` gives; None: for Neuronpedia by label.
+            circuit-tracer's page shows them where its address ends with the `query` of what this returns.
+        pinned: what is open at the start, see `swd_lens.analysis.graph.pinned.pinned_nodes`.
+        features_url: where features/ will be served, for Neuronpedia.
+
+    Raises:
+        ValueError: an unknown target, a slug or scan of other characters, a slug that names a file of ours, an audit of
+            other factors, a group or a pinned unit that the graph does not have, a damaged graph-metadata.json.
+        OSError: the folder cannot be written.
+
+    Warns:
+        UserWarning: Neuronpedia, and all units stand in the first block.
+    """
+    written = viewer_json(graph, slug, scan, target, audit, attention, groups, pinned, features_url)
     require_names("slug", [slug], ".json")
     folder = Path(folder)
-    listed = _listed(folder / "graph-metadata.json", slug)
+    listing, others = folder / "graph-metadata.json", []
+    if listing.is_file():
+        with readable(listing, "a list of graphs"):
+            listed = json.loads(listing.read_text(encoding="utf-8"))["graphs"]
+            others = [entry for entry in listed if entry["slug"] != slug]
     files = feature_files(graph, audit)
     features = folder / "features" / FeatureNumbers.of(graph).name
     for number, file in files.items():
@@ -119,27 +140,34 @@ def export(
             write_json(features / f"{number}.json", file)
     metadata = {key: value for key, value in written["metadata"].items() if key != "swd_lens"}
     write_json(folder / f"{slug}.json", written)
-    write_json(folder / "graph-metadata.json", {"graphs": [*listed, {**metadata, "title_prefix": slug}]})
+    write_json(listing, {"graphs": [*others, {**metadata, "title_prefix": slug}]})
     supernodes = written["qParams"]["supernodes"]
     query = urlencode({"slug": slug, **({"supernodes": json.dumps(supernodes)} if supernodes else {})})
     known = sum(bool(file["examples_quantiles"]) for file in files.values())
     return ExportedGraph(str(folder), slug, target, query, (len(files), known))
 
 
-def _listed(path: Path, slug: str) -> list[dict[str, Any]]:
-    """The folder's other graphs, as its list has them."""
-    if not path.is_file():
-        return []
-    with readable(path, "a list of graphs"):
-        return [graph for graph in json.loads(path.read_text(encoding="utf-8"))["graphs"] if graph["slug"] != slug]
+def to_json(graph: GraphData, path: str | Path, *, slug: str = "unit-graph", **how: Any) -> None:
+    """Write one JSON file, whole or not at all, in the schema of attribution graphs that circuit-tracer and Neuronpedia
+    read; `export` writes it with the files that their frontends load beside it. What that schema has no place for stands
+    under "swd_lens" in its metadata, sealed, so that `load` gives all of it back; the rest of the file is the viewers', who
+    may change it.
+
+    Args:
+        slug: the graph's name there.
+        **how: scan, target, audit, attention, groups, pinned and features_url, see `export`.
+
+    Raises:
+        ValueError, OSError: see `export`.
+    """
+    write_json(Path(path), viewer_json(graph, slug, **how))
 
 
 # ---------------------------------------------------------------------------------------------- one file
 
 
 def viewer_json(
-    graph: "UnitGraph",
-    *,
+    graph: GraphData,
     slug: str,
     scan: str | None = None,
     target: str = "circuit-tracer",
@@ -149,25 +177,36 @@ def viewer_json(
     pinned: Any = None,
     features_url: str | None = None,
 ) -> dict[str, Any]:
-    """A graph as attribution-graph viewers read it; see `UnitGraph.export`."""
-    if target not in TARGETS:
-        raise ValueError(f"target must be one of {TARGETS}, got {quoted(target)}")
+    """A graph as attribution-graph viewers read it; see `export`."""
+    one_of("target", target, TARGETS)
     _require_plain("slug", slug)
     if audit is not None:
         require_same_factors(graph, audit.identities, "the audit")
-    scan = _scan(graph, target, scan)
-    places = placed(graph, rows_up=_rows_up(graph, target, scan))
-    html = target == "circuit-tracer"
+    html = target == "circuit-tracer"  # whose page takes texts as HTML, and features from the folder it is served with
+    if html:
+        scan, rows_up, of_target = scan or f"./data/features/{FeatureNumbers.of(graph).name}", 0, {}
+    else:
+        model = str(graph.settings["model"] or "unknown")
+        scan = _NEURONPEDIA_NAMES.get(model, plain_name(model)) if scan is None else scan
+        _require_plain("scan", scan)
+        rows_up, of_target = _rows_up(graph, scan), {"pruningThreshold": SHOW_ALL}
+    places = placed(graph, rows_up)
     nodes, links = viewer_graph(graph, places, audit, html)
     traces, only_traced = ({}, {}) if attention is None else traced(graph, places, attention)
     for node in nodes:
         node |= {"qk_tracing_results": traces[node["node_id"]]} if node["node_id"] in traces else {}
     if groups is None:
         groups = {} if html else groups_of(graph, audit=audit)
-    supernodes = _supernodes(places, groups, html)
+    supernodes = []
+    for name, members in groups.items():
+        names = list(members)
+        if unknown := [member for member in names if member not in places]:
+            raise ValueError(
+                f"group {quoted(name)} names {quoted(unknown[0])}, which is no node of this graph; see graph.nodes"
+            )
+        supernodes.append([shown_text(name, html), *(places[member].node_id for member in names)])
     opened = [places[name].node_id for name in pinned_nodes(graph, pinned)]
     opened = list(dict.fromkeys([*opened, *(member for _, *members in supernodes for member in members)]))
-    threshold = {} if target == "circuit-tracer" else {"pruningThreshold": SHOW_ALL}
     measure = "contributions" if is_measured(graph) else "weights, without a prompt"
     return {
         "metadata": {
@@ -184,7 +223,7 @@ def viewer_json(
                 "description": f"Units of sparse weight decomposition; links are direct {measure}; errors are what is left out",
                 "generator": {"name": "swd_lens", "version": __version__},
             },
-            "swd_lens": seal(graph.sealable()),
+            "swd_lens": seal({"format": FORMAT, "version": VERSION, **graph.as_dict()}),
         },
         "qParams": {
             "linkType": "both",
@@ -192,17 +231,12 @@ def viewer_json(
             "clickedId": "",
             "supernodes": supernodes,
             "sg_pos": positions(nodes, opened, supernodes) if html else "",
-            **threshold,
+            **of_target,
         },
         "nodes": nodes,
         "links": links,
         **({"qk_only_nodes": only_traced} if only_traced else {}),
     }
-
-
-def plain_name(text: str) -> str:
-    """The text with a hyphen for every character that a slug or scan cannot have."""
-    return re.sub(r"[^A-Za-z0-9_.-]", "-", text)
 
 
 def _require_plain(name: str, value: str) -> None:
@@ -213,21 +247,8 @@ def _require_plain(name: str, value: str) -> None:
         )
 
 
-def _scan(graph: "UnitGraph", target: str, scan: str | None) -> str:
-    """Where the frontend looks for features: circuit-tracer's in a folder it is served with, Neuronpedia under a model's name."""
-    if target == "circuit-tracer":
-        return scan or f"./data/features/{FeatureNumbers.of(graph).name}"
-    if scan is None:
-        model = str(graph.settings["model"] or "unknown")
-        scan = _NEURONPEDIA_NAMES.get(model, plain_name(model))
-    _require_plain("scan", scan)
-    return scan
-
-
-def _rows_up(graph: "UnitGraph", target: str, scan: str) -> int:
+def _rows_up(graph: GraphData, scan: str) -> int:
     """By how many rows Neuronpedia's blocks are moved, see (a)."""
-    if target == "circuit-tracer":
-        return 0
     if scan == "gpt2-small":
         return 1
     # With a prompt the answers' error node stands in the last block.
@@ -242,16 +263,3 @@ def _rows_up(graph: "UnitGraph", target: str, scan: str) -> int:
             stacklevel=callers_level(),
         )
     return int(largest == 0)
-
-
-def _supernodes(places: Places, groups: Mapping[str, Iterable[str]], html: bool) -> list[list[str]]:
-    supernodes = []
-    for name, members in groups.items():
-        names = list(members)
-        for member in names:
-            if member not in places:
-                raise ValueError(
-                    f"group {quoted(name)} names {quoted(member)}, which is no node of this graph; see graph.nodes"
-                )
-        supernodes.append([shown_text(name, html), *(places[member].node_id for member in names)])
-    return supernodes

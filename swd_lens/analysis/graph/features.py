@@ -16,18 +16,20 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
-from swd_lens.analysis.audit import Audit
+from swd_lens.analysis.audit import Audit, UnitProfile
+from swd_lens.analysis.graph.data import GraphData
 from swd_lens.hosts.sites import kind_order, split_name
 
-if TYPE_CHECKING:
-    from swd_lens.analysis.audit import Context, UnitProfile
-    from swd_lens.analysis.graph.result import UnitGraph
-
 _ONE_SIDED = 0.05  # of the largest |z|: what may lie on the other side of zero
+
+
+def plain_name(text: str) -> str:
+    """The text with a hyphen for every character that a slug or scan cannot have."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", text)
 
 
 def cantor(first: int, second: int) -> int:
@@ -48,7 +50,7 @@ class FeatureNumbers:
     name: str
 
     @classmethod
-    def of(cls, graph: "UnitGraph") -> "FeatureNumbers":
+    def of(cls, graph: GraphData) -> "FeatureNumbers":
         drawn = {site for site in graph.nodes["site"] if site is not None and site == site}
         factors = dict(graph.settings.get("factors") or {})
         kinds: dict[int, set[str]] = {}
@@ -56,7 +58,7 @@ class FeatureNumbers:
             layer, kind = split_name(site)
             kinds.setdefault(layer, set()).add(kind)
         identity = hashlib.sha256(json.dumps(factors or sorted(drawn), sort_keys=True).encode()).hexdigest()[:8]
-        model = re.sub(r"[^A-Za-z0-9_.-]", "-", str(graph.settings["model"] or "unknown"))
+        model = plain_name(str(graph.settings["model"] or "unknown"))
         ordered = {layer: tuple(sorted(of_layer, key=kind_order)) for layer, of_layer in sorted(kinds.items())}
         return cls(ordered, f"{model}-{identity}")
 
@@ -71,71 +73,49 @@ class FeatureNumbers:
         return cantor(split_name(site)[0], self.index(site, unit))
 
 
-def require_same_factors(graph: "UnitGraph", identities: Mapping[str, str], what: str) -> None:
-    """Do nothing if `what`, with these identities by site, is of the factors that the graph was made of.
-
-    Raises:
-        ValueError: a site of both has other factors.
-    """
-    own = dict(graph.settings.get("factors") or {})
-    others = [site for site, identity in identities.items() if own.get(site, identity) != identity]
-    if others:
-        raise ValueError(
-            f"{what}: the graph was made of other factors of {', '.join(others)}, where unit i is another unit; give "
-            "those that it was made of"
-        )
-
-
 # ---------------------------------------------------------------------------------------------- files
 
 
-def feature_files(graph: "UnitGraph", audit: Audit | None) -> dict[int, dict[str, Any]]:
+def feature_files(graph: GraphData, audit: Audit | None) -> dict[int, dict[str, Any]]:
     """Feature number -> file of every drawn unit; without examples where no audit knows it."""
     numbers = FeatureNumbers.of(graph)
     nodes = pd.DataFrame(graph.nodes[graph.nodes["kind"] == "unit"])
     drawn = list(dict.fromkeys((str(site), int(unit)) for site, unit in zip(nodes["site"], nodes["unit"], strict=True)))
-    files = {numbers.number(*unit): _empty(numbers.index(*unit)) for unit in drawn}
+    blank = {"examples_quantiles": [], "top_logits": [], "bottom_logits": []}
+    files = {numbers.number(*unit): {"index": numbers.index(*unit), **blank} for unit in drawn}
     if audit is not None:
         known = [unit for unit in drawn if unit[0] in audit.sites and unit[1] in audit.sites[unit[0]].column]
         for unit, profile in zip(known, audit.profiles(known), strict=True):
-            files[numbers.number(*unit)] = {**_empty(numbers.index(*unit)), **_of_profile(profile)}
+            files[numbers.number(*unit)] |= _known(profile)
     return files
 
 
-def _empty(index: int) -> dict[str, Any]:
-    return {"index": index, "examples_quantiles": [], "top_logits": [], "bottom_logits": []}
-
-
-def _of_profile(profile: "UnitProfile") -> dict[str, Any]:
-    groups = [
-        {"quantile_name": name, "examples": [_example(context, sign) for context in contexts]}
-        for name, sign in (("Largest z", 1), ("Most negative z, sign turned", -1))
-        if (contexts := [context for context in profile.contexts if sign * context.z[context.peak] > 0])
-    ]
+def _known(profile: UnitProfile) -> dict[str, Any]:
+    """Examples, tokens and frequency of a unit; what its colours and histogram run over, from 0 to the largest |z|."""
+    groups = []
+    for name, sign in (("Largest z", 1), ("Most negative z, sign turned", -1)):
+        examples = [
+            {
+                "tokens": list(context.tokens),
+                "tokens_acts_list": [sign * z for z in context.z],
+                "train_token_ind": context.peak,
+                "is_repeated_datapoint": False,
+            }
+            for context in profile.contexts
+            if sign * context.z[context.peak] > 0
+        ]
+        groups += [{"quantile_name": name, "examples": examples}] if examples else []
     effect = profile.logits
-    return {
+    known = {
         "examples_quantiles": groups,
         "top_logits": [] if effect is None else [token for token, _ in effect.promoted],
         "bottom_logits": [] if effect is None else [token for token, _ in effect.suppressed],
         "activation_frequency": profile.density,
-        **_range(profile),
+        "act_min": 0.0,
     }
-
-
-def _example(context: "Context", sign: int) -> dict[str, Any]:
-    return {
-        "tokens": list(context.tokens),
-        "tokens_acts_list": [sign * z for z in context.z],
-        "train_token_ind": context.peak,
-        "is_repeated_datapoint": False,
-    }
-
-
-def _range(profile: "UnitProfile") -> dict[str, Any]:
-    """What the colours and the histogram run over: from 0 to the largest |z|, and the histogram where z has one sign."""
     if profile.smallest < -_ONE_SIDED * profile.peak or profile.largest <= 0:
-        return {"act_min": 0.0, "act_max": profile.peak or 1.0}
+        return known | {"act_max": profile.peak or 1.0}
     histogram, side = profile.histogram, len(profile.histogram.counts) // 2
     used = int(profile.largest // histogram.width) + 1
     counts = histogram.counts[side : side + used].tolist()
-    return {"act_min": 0.0, "act_max": used * histogram.width, "histogram": counts}
+    return known | {"act_max": used * histogram.width, "histogram": counts}

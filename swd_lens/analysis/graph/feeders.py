@@ -10,13 +10,13 @@ from typing import Any
 import pandas as pd
 import torch
 
-from swd_lens.analysis.graph.build import activations_of, drawn_units, frozen_run, read_prompt
+from swd_lens.analysis.graph.build import activations_of, drawn_units, held_run
+from swd_lens.analysis.graph.data import table
 from swd_lens.analysis.graph.edges import TOKEN, Layout, NodeGroup, into, layout_of
-from swd_lens.analysis.graph.frozen import read_norms
-from swd_lens.analysis.graph.result import table
+from swd_lens.base.checks import bounded
 from swd_lens.base.errors import legible
 from swd_lens.base.surroundings import with_torch_defaults
-from swd_lens.hosts import require_gradients, require_no_dropout
+from swd_lens.hosts import require_no_dropout
 from swd_lens.units import UnitSet
 from swd_lens.units.keys import read_unit
 
@@ -32,7 +32,7 @@ COLUMNS = {
 def feeders(
     model: Any, factors: Any, unit: Any, *, prompt: Any = None, tokens: Any = None, n: int | None = 20
 ) -> pd.DataFrame:
-    """Which earlier units feed a unit: what each gives to its z along the direct path, as in `unit_graph`.
+    """Find which earlier units feed a unit: what each gives to its z along the direct path, as in `unit_graph`.
 
         swd.graph.feeders(model, factors, "blocks.3.mlp_in/17", prompt="When Mary and John went to the store, John gave it to")
 
@@ -56,23 +56,16 @@ def feeders(
         ValueError: no such unit, or none before it speaks to it; and see `unit_graph`.
         TypeError, UnsupportedHostError, AttachError: see `unit_graph`.
     """
-    if prompt is not None and tokens is not None:
-        raise ValueError("with a prompt the norms' scales are those of its run: leave `tokens` out")
-    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-        raise ValueError(f"n={n}: give a whole number of at least 1, or None for all edges")
+    if n is not None:
+        bounded("n", n, 1)
     attached = UnitSet.of(model, factors)
     ((target, (index,)),) = drawn_units(attached, [read_unit(unit, attached)])[0].items()
     require_no_dropout(model)
     before = attached.sites[: attached.sites.index(target)]
     drawn = {site: list(range(attached[site.name].n_units)) for site in before} | {target: [index]}
     with torch.no_grad():
-        if prompt is None:
-            ids, run = None, read_norms(attached.host, tokens)
-        else:
-            require_gradients(model)
-            ids, into_heads = list(read_prompt(model, prompt).ids), target.kind == "attn_o"
-            run = frozen_run(attached, drawn, ids, [target] if into_heads else (), [target])
-            run = run if into_heads else run.last()
+        read, run = held_run(attached, drawn, prompt, tokens, [target], across=target.kind == "attn_o")
+        ids = None if read is None else read.ids
         layout = layout_of(attached, drawn, run, answers=(), static=ids is None, bounded=False)
         rows = _rows_into(layout, layout.groups[-1], None if ids is None else len(ids))
     if not rows:

@@ -75,7 +75,7 @@ class FrozenRun:
 
     @property
     def probabilities(self) -> Float[Tensor, " vocab"]:
-        """Of the next token."""
+        """The probabilities of the next token."""
         cap = self.logit_cap
         return (self.logits if cap is None else cap * (self.logits / cap).tanh()).softmax(-1)
 
@@ -111,17 +111,13 @@ def read_norms(host: Host, tokens: Any = None) -> FrozenRun:
     )
     first, sums = next(runs), None
     for run in chain((first,), runs):
-        now = [float(norm.inverse.double().sum()) for norm in _norms(run)]
+        now = [float(n.inverse.double().sum()) for n in (*run.readings.values(), *run.writings.values())]
         sums = now if sums is None else [old + new for old, new in zip(sums, now, strict=True)]
     assert sums is not None
     means = iter(torch.tensor([1.0 if tokens is None else total / rows.numel()]) for total in sums)
     readings = {key: replace(norm, inverse=next(means)) for key, norm in first.readings.items()}
     writings = {site: replace(norm, inverse=next(means)) for site, norm in first.writings.items()}
     return replace(first, readings=readings, writings=writings)
-
-
-def _norms(run: FrozenRun) -> list[HeldNorm]:
-    return [*run.readings.values(), *run.writings.values()]
 
 
 def freeze(
@@ -199,7 +195,7 @@ def before_cap(logits: Float[Tensor, "*n vocab"], cap: float | None) -> Float[Te
 
 
 def require_drawable(host: Host) -> None:
-    """Do nothing if a graph of prompts, with attention and all layers, could be drawn of this host: asked before long work.
+    """Check that a graph of prompts, with attention and all layers, can be drawn of this host; for use before long work.
 
     Raises:
         UnsupportedHostError: see `freeze`.

@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -17,14 +17,12 @@ from torch import Tensor
 
 from swd_lens.analysis.audit import Audit
 from swd_lens.analysis.audit.vectors import write_vectors
-from swd_lens.analysis.graph.features import require_same_factors
-from swd_lens.base.errors import legible, quoted, visible_token
+from swd_lens.analysis.graph.data import GraphData, require_same_factors
+from swd_lens.base.checks import one_of
+from swd_lens.base.errors import legible, visible_token
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts.sites import WRITES_RESIDUAL, split_name
 from swd_lens.units.unit_set import identities
-
-if TYPE_CHECKING:
-    from swd_lens.analysis.graph.result import UnitGraph
 
 _Unit = tuple[str, int]
 BY = ("labels", "writes")
@@ -32,9 +30,9 @@ BY = ("labels", "writes")
 
 @with_torch_defaults
 def groups(
-    graph: "UnitGraph", by: str = "labels", *, factors: Any = None, audit: Audit | None = None, alike: float = 0.5
+    graph: GraphData, by: str = "labels", *, factors: Any = None, audit: Audit | None = None, alike: float = 0.5
 ) -> dict[str, list[str]]:
-    """Which nodes belong together: name of the group -> names of its nodes, at least two.
+    """Find which nodes belong together: name of the group -> names of its nodes, at least two.
 
         graph.export("graphs", audit=audit, groups=swd.graph.groups(graph, "writes", audit=audit))
 
@@ -47,8 +45,7 @@ def groups(
     Raises:
         ValueError: another `by`, "writes" without factors or audit, `alike` not above 0, factors of another graph.
     """
-    if by not in BY:
-        raise ValueError(f"by must be one of {BY}, got {quoted(by)}")
+    one_of("by", by, BY)
     nodes_of: dict[_Unit, list[str]] = {}
     rows = pd.DataFrame(graph.nodes[graph.nodes["kind"] == "unit"])
     rows = rows.sort_values("influence", ascending=False, kind="stable")
@@ -65,18 +62,16 @@ def groups(
         return {label: nodes for label, nodes in by_label.items() if label and len(nodes) > 1}
     if not alike > 0:
         raise ValueError(f"alike must be above 0, got {alike}; at 0 all units are alike")
-    units = list(nodes_of)
-    joined = [[units[i] for i in members] for members in _linked(_likeness(graph, units, factors, audit), alike)]
-    named: dict[str, list[str]] = {}
-    for members in joined:
-        name = _name(members, labels, audit)
-        named[name if name not in named else f"{name} ({members[0][0]}/{members[0][1]})"] = [
-            node for unit in members for node in nodes_of[unit]
-        ]
+    units, named = list(nodes_of), {}
+    for places in _linked(_likeness(graph, units, factors, audit), alike):
+        members = [units[i] for i in places]
+        name, (site, index) = _name(members, labels, audit), members[0]
+        name = f"{name} ({site}/{index})" if name in named else name
+        named[name] = [node for unit in members for node in nodes_of[unit]]
     return named
 
 
-def _likeness(graph: "UnitGraph", units: list[_Unit], factors: Any, audit: Audit | None) -> Float[Tensor, "unit unit"]:
+def _likeness(graph: GraphData, units: list[_Unit], factors: Any, audit: Audit | None) -> Float[Tensor, "unit unit"]:
     """How alike two units are: the larger of |cosine| and |correlation|; 0 where neither can be told."""
     factors = audit.factors if factors is None and audit is not None else factors
     if not isinstance(factors, Mapping):
@@ -86,8 +81,20 @@ def _likeness(graph: "UnitGraph", units: list[_Unit], factors: Any, audit: Audit
     spaces: dict[str, list[int]] = {}
     for i, (site, _) in enumerate(units):
         spaces.setdefault("residual stream" if split_name(site)[1] in WRITES_RESIDUAL else site, []).append(i)
+    writes = {
+        site: write_vectors(factors[site]) for site in dict.fromkeys(site for site, _ in units) if site in factors
+    }
+    for site, index in units:
+        write = writes.get(site)
+        if write is None or index >= len(write):
+            its_unit = f"{site}/{index}"
+            raise ValueError(
+                f"the graph has {legible(its_unit)}, these factors have no write vector of it; give the factors that the "
+                "graph was made of"
+            )
     for members in spaces.values():
-        vectors = torch.nn.functional.normalize(torch.stack([_written(units[i], factors) for i in members]), dim=-1)
+        of_members = [writes[site][index].float() for site, index in (units[i] for i in members)]  # pyright: ignore[reportOptionalSubscript]
+        vectors = torch.nn.functional.normalize(torch.stack(of_members), dim=-1)
         places = torch.tensor(members)
         alike[places[:, None], places] = (vectors @ vectors.T).abs()
     if audit is not None:
@@ -102,18 +109,6 @@ def _likeness(graph: "UnitGraph", units: list[_Unit], factors: Any, audit: Audit
                 j = place.get((site, other), i)
                 alike[i, j] = alike[j, i] = max(float(alike[i, j]), abs(correlation))
     return alike
-
-
-def _written(unit: _Unit, factors: Mapping[str, Any]) -> Float[Tensor, " d_out"]:
-    site, index = unit
-    write = write_vectors(factors[site]) if site in factors else None
-    if write is None or index >= len(write):
-        its_unit = f"{site}/{index}"
-        raise ValueError(
-            f"the graph has {legible(its_unit)}, these factors have no write vector of it; give the factors that the graph "
-            "was made of"
-        )
-    return write[index].float()
 
 
 def _linked(alike: Float[Tensor, "unit unit"], least: float) -> list[list[int]]:

@@ -12,6 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
+from swd_lens.base.checks import bounded
 from swd_lens.base.errors import quoted
 from swd_lens.base.figures import INK, INK_ON_FILL, literal, new_figure
 from swd_lens.base.surroundings import with_torch_defaults
@@ -40,7 +41,7 @@ def plot_unit_paths(
     per_layer: int = 2,
     labels: Mapping[str, str] | None = None,
 ) -> Figure:
-    """The best units of some layers and what they read and write, as the paper draws its greater-than case study.
+    """Draw the best units of some layers and what they read and write, as the paper draws its greater-than case study.
 
     Args:
         factors: what the scores are of; see `swd_lens.attach`.
@@ -59,8 +60,7 @@ def plot_unit_paths(
         raise ValueError(
             f"kind={quoted(kind)}: these units do not write to the residual stream; take one of {WRITES_RESIDUAL}"
         )
-    if per_layer < 1:
-        raise ValueError(f"per_layer={per_layer}: give a whole number of at least 1")
+    bounded("per_layer", per_layer, 1)
     units = UnitSet.of(model, factors)
     units.require_made_for(scores.settings, "this ranking")
     sites = {split_name(site)[0]: site for site in scores.scores if split_name(site)[1] == kind}

@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
+from swd_lens.analysis.graph.data import EDGES, table
 from swd_lens.analysis.graph.edges import KINDS, LOGIT, TOKEN, UNIT
-from swd_lens.analysis.graph.result import EDGES, UnitGraph, table
+from swd_lens.analysis.graph.result import UnitGraph
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, split_name
 
 
@@ -49,7 +50,11 @@ def pruned(
     # -1: never kept. An edge of no strength (nothing it leads to reaches an answer) is kept only where all are asked for.
     eligible = possible & (weight.abs() >= settings["min_weight"]) & (weight != 0)
     if settings.get("targets"):
-        eligible &= _leading_to(_target_nodes(nodes, settings["targets"]), possible)
+        # By their target: a path leads from there to a target of the graph, or it is one.
+        reached = _target_nodes(nodes, settings["targets"])
+        while bool(((further := (possible.float() @ reached.float() > 0) | reached) != reached).any()):
+            reached = further
+        eligible &= reached
     if settings["keep"] is not None or settings["per_node"] is not None:
         eligible &= strength > 0
     strength = torch.where(eligible, strength, -1.0)
@@ -87,14 +92,6 @@ def _target_nodes(nodes: pd.DataFrame, targets: Sequence[str]) -> Bool[Tensor, "
     named = [site is not None and f"{site}/{unit}" in targets for site, unit in units]
     last = nodes["position"].isna() | (nodes["position"] == nodes["position"].max())
     return torch.tensor(named) & torch.tensor(last.fillna(True).to_numpy(dtype=bool))
-
-
-def _leading_to(targets: Bool[Tensor, " node"], possible: Bool[Tensor, "node node"]) -> Bool[Tensor, " node"]:
-    """Edges by their target (a row that broadcasts): whether a path leads from there to one of these nodes, or it is one."""
-    reached, edges = targets, possible.float()
-    while bool(((further := (edges @ reached.float() > 0) | reached) != reached).any()):
-        reached = further
-    return reached
 
 
 def _influence(

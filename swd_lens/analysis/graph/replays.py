@@ -1,4 +1,4 @@
-"""replays: a drawn unit set to other values, in true forwards of the host, beside what the frozen run predicts.
+"""replays: set a drawn unit to other values, in true forwards of the host, beside what the frozen run predicts.
 
 1. The graph's prompt is run once with all factors attached and everything held (frozen.py); that it is the run of the graph is
    checked.
@@ -9,7 +9,7 @@
    its earliest unit: what comes before is the untouched run.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,11 +19,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.analysis.graph.build import frozen_run, units_of_run
+from swd_lens.analysis.graph.data import records
 from swd_lens.analysis.graph.frozen import FrozenRun, before_cap
-from swd_lens.analysis.graph.responses import ResponseSlot, held_layers, responses
-from swd_lens.analysis.graph.result import UnitGraph, records
+from swd_lens.analysis.graph.responses import ResponseSlot, responses, room
+from swd_lens.analysis.graph.result import UnitGraph
 from swd_lens.base.errors import quoted
-from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import SavedRecord
 from swd_lens.base.surroundings import with_torch_defaults
@@ -34,8 +34,6 @@ from swd_lens.hosts.sites import hook_name
 from swd_lens.units import UnitSet, attach
 from swd_lens.units.keys import read_unit, single_units
 
-_MOST_BYTES = 2**28  # of one batch of runs; more is no faster on a CPU
-_SHARE = 0.25  # of the free memory
 _TOLERANCE = 1e-3  # by which z of this run and of the graph may differ, relative to the largest of the graph
 _SHOWN = 12  # rows of the card
 
@@ -138,14 +136,19 @@ def replays(
     attached, settings = units_of_run(model, factors, graph)
     clamped = _clamped(graph, units, attached)
     rows = {row["node"]: row for row in records(graph.nodes)}
-    watched = {name: _place(row) for name, row in rows.items() if row["kind"] == "unit"}
+    watched = {
+        name: ResponseSlot(str(row["site"]), int(row["unit"]), int(row["position"]))
+        for name, row in rows.items()
+        if row["kind"] == "unit"
+    }
     answers = {name: int(row["token"]) for name, row in rows.items() if row["kind"] == "logit"}
     require_no_dropout(model)
     require_gradients(model)
     ids, places = list(graph.settings["token_ids"]), [watched[name] for name in clamped]
     with torch.no_grad():
         drawn = [site for site in attached.sites if site.name in {place.site for place in watched.values()}]
-        run = frozen_run(attached, drawn, ids, *held_layers(attached))
+        everywhere = attached.host.sites()  # responses pass through all patterns and slopes
+        run = frozen_run(attached, drawn, ids, everywhere, everywhere)
         z = torch.tensor([float(run.z[p.site][p.position, p.unit]) for p in places], dtype=torch.float32)
         _require_the_graphs_run(run, watched, rows)
         effects = responses(attached, run, places, list(watched.values()), list(answers.values()), progress=progress)
@@ -161,10 +164,6 @@ def replays(
         true.view(len(clamped), len(strengths), -1) if len(true) else true.new_zeros(len(clamped), 0, effects.shape[1]),
         settings,
     )
-
-
-def _place(row: Mapping[str, Any]) -> ResponseSlot:
-    return ResponseSlot(str(row["site"]), int(row["unit"]), int(row["position"]))
 
 
 def _clamped(graph: UnitGraph, units: Any, attached: UnitSet) -> list[str]:
@@ -212,28 +211,21 @@ def _true_changes(
     answers: Sequence[int],
     progress: bool,
 ) -> Float[Tensor, "row target"]:
-    """What setting a unit to a value changes, row by row, at the watched units and the answers' centred logits."""
+    """The changes by setting a unit to a value, row by row, at the watched units and the answers' centred logits."""
     changes = torch.zeros(len(values), len(watched) + len(answers), dtype=torch.float32)
     layer_of = {site.name: site.layer for site in units.sites}
     order = sorted(range(len(values)), key=lambda i: layer_of[values[i][0].site])
     with attach(units.host.model, units):
-        batches = list(_batches(units, len(ids), order))
+        # As many rows at once as there is room for: z and products of every site, and the logits.
+        per_position = sum(of_site.n_units for of_site in units.values())
+        per_position += 4 * max(site.d_in + site.d_out for site in units.host.sites())
+        per_row = 4 * (len(ids) * per_position + 2 * int(units.host.model.cfg.d_vocab))
+        at_once = max(1, room(next(units.host.model.parameters()).device) // per_row - 1)
+        batches = [order[start : start + at_once] for start in range(0, len(order), at_once)]
         for batch in tqdm(batches, desc="true runs", disable=not progress or len(batches) < 3, leave=False):
             of_batch = [values[i] for i in batch]
             changes[batch] = _run(units, ids, of_batch, min(layer_of[p.site] for p, _ in of_batch), watched, answers)
     return changes
-
-
-def _batches(units: UnitSet, n_tokens: int, rows: Sequence[int]) -> Iterator[list[int]]:
-    """As many rows at once as a share of the free memory holds: z and products of every site, and the logits."""
-    per_position = sum(of_site.n_units for of_site in units.values())
-    per_position += 4 * max(site.d_in + site.d_out for site in units.host.sites())
-    per_row = 4 * (n_tokens * per_position + 2 * int(units.host.model.cfg.d_vocab))
-    free = available_bytes(next(units.host.model.parameters()).device)
-    room = _MOST_BYTES if free is None else min(_MOST_BYTES, int(_SHARE * free))
-    at_once = max(1, room // per_row - 1)
-    for start in range(0, len(rows), at_once):
-        yield list(rows[start : start + at_once])
 
 
 def _run(
@@ -250,7 +242,7 @@ def _run(
     by_site: dict[str, list[tuple[int, ResponseSlot, float]]] = {}
     for row, (place, value) in enumerate(values, 1):
         by_site.setdefault(place.site, []).append((row, place, value))
-    hooks = [(hook_name(site), _setter(of_site)) for site, of_site in by_site.items()]
+    hooks = [(hook_name(site), _clamp(of_site)) for site, of_site in by_site.items()]
     names = {place.site for place in watched}
     sites = [site for site in units.sites if site.name in names and site.layer >= layer]
     with units.host.model.hooks(fwd_hooks=hooks):
@@ -266,14 +258,13 @@ def _run(
     return whole[1:] - whole[:1]
 
 
-def _setter(values: Sequence[tuple[int, ResponseSlot, float]]) -> Any:
+def _clamp(values: Sequence[tuple[int, ResponseSlot, float]]) -> Any:
     """A hook that sets units, each in a row of its own."""
-    rows = [row for row, _, _ in values]
-    positions, units = [place.position for _, place, _ in values], [place.unit for _, place, _ in values]
+    rows, places, targets = zip(*values, strict=True)
 
     def clamp(z: Float[Tensor, "batch pos unit"], hook: Any) -> Float[Tensor, "batch pos unit"]:
         changed = z.clone()
-        changed[rows, positions, units] = torch.tensor([value for _, _, value in values]).to(z)
+        changed[list(rows), [p.position for p in places], [p.unit for p in places]] = torch.tensor(targets).to(z)
         return changed
 
     return clamp

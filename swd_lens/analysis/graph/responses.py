@@ -19,16 +19,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.analysis.graph.edges import layout_of
+from swd_lens.analysis.graph.edges import layout_of, value_columns
 from swd_lens.analysis.graph.frozen import PRE_ACTIVATION, FrozenRun, by_head
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
 from swd_lens.hosts import sites_of
-from swd_lens.hosts.sites import Site
+from swd_lens.hosts.sites import split_name
 from swd_lens.units import UnitSet
 
-_MOST_BYTES = 2**28  # of one batch of changes; more is no faster
+_MOST_BYTES = 2**28  # of one batch; more is no faster on a CPU
 _SHARE = 0.25  # of the free memory
+
+
+def room(device: torch.device) -> int:
+    """The bytes that one batch of changes, or of runs, may take."""
+    free = available_bytes(device)
+    return _MOST_BYTES if free is None else min(_MOST_BYTES, int(_SHARE * free))
 
 
 class ResponseSlot(NamedTuple):
@@ -60,29 +66,22 @@ def responses(
     vectors = (
         layout_of(units, {}, bare, answers=answers, static=False, bounded=False).groups[-1].read if answers else None
     )
-    order = sorted(range(len(sources)), key=lambda i: units_order(units, sources[i]))
+    place_of = {site.name: place for place, site in enumerate(units.sites)}  # in the order of execution
+    order = sorted(range(len(sources)), key=lambda i: (place_of[sources[i].site], sources[i].position, sources[i].unit))
     response = torch.zeros(len(sources), len(targets) + len(answers), dtype=torch.float32)
     widest = max(site.d_in + site.d_out for site in units.host.sites())
-    free = available_bytes(torch.device("cpu"))
-    room = _MOST_BYTES if free is None else min(_MOST_BYTES, int(_SHARE * free))
-    at_once = max(1, room // (len(run.embedded) * widest * 4 * 4))
+    at_once = max(1, room(torch.device("cpu")) // (len(run.embedded) * widest * 4 * 4))
     batches = [order[i : i + at_once] for i in range(0, len(order), at_once)]
     for batch in tqdm(batches, desc="frozen paths", disable=not progress or len(batches) == 1, leave=False):
         change = _Change(units, run, [sources[i] for i in batch], targets)
-        change.through_all()
         response[batch, : len(targets)] = change.of_targets
         if vectors is not None:
             response[batch, len(targets) :] = change.stream[:, -1] @ vectors
     return response
 
 
-def units_order(units: UnitSet, place: ResponseSlot) -> tuple[int, int, int]:
-    """Sorts places in the order of execution."""
-    return [site.name for site in units.sites].index(place.site), place.position, place.unit
-
-
 class _Change:
-    """The changes that some sources make, row by row, as they go through the blocks.
+    """The changes that some sources make, row by row; to make one sends them through all blocks.
 
     Attributes:
         stream: (source, pos, d_model) of the residual stream.
@@ -99,11 +98,8 @@ class _Change:
         n_positions, d_model = run.embedded.shape
         self.stream = torch.zeros(len(sources), n_positions, d_model, dtype=torch.float32)
         self.of_targets = torch.zeros(len(sources), len(targets), dtype=torch.float32)
-        self.first = min((units_site(units, place.site).layer for place in sources), default=0)
-
-    def through_all(self) -> None:
-        n_layers = 1 + max(site.layer for site in self.by_name.values())
-        for layer in range(self.first, n_layers):
+        first = min((split_name(place.site)[0] for place in sources), default=0)
+        for layer in range(first, 1 + max(site.layer for site in self.by_name.values())):
             entering = self.stream
             written = self._attention(layer, entering)
             middle = entering if written is None else entering + written
@@ -111,7 +107,7 @@ class _Change:
             self.stream = middle if written is None else middle + written
 
     def _attention(self, layer: int, stream: Tensor) -> Tensor | None:
-        """What the attention of a block writes."""
+        """The change that the attention of a block writes."""
         site = self.by_name.get(f"blocks.{layer}.attn_o")
         if site is None or (layer, "attn") not in self.run.readings:
             return None
@@ -125,14 +121,12 @@ class _Change:
     def _values(self, layer: int, h: Tensor, width: int) -> Float[Tensor, "source pos _width"]:
         packed = f"blocks.{layer}.attn_qkv"
         if packed in self.units.factors:
-            z = self._units(packed, h)
-            columns = self.units.factors[packed].write.shape[1]
-            # Of a packed matrix q has `width` columns; k and v share the rest.
-            return z @ self.units.factors[packed].write[:, -((columns - width) // 2) :].detach().float().cpu()
+            write = value_columns(self.units.factors[packed].write, width)
+            return self._units(packed, h) @ write.detach().float().cpu()
         return self._out(f"blocks.{layer}.attn_v", h)
 
     def _mlp(self, layer: int, entering: Tensor, middle: Tensor) -> Tensor | None:
-        """What the MLP of a block writes."""
+        """The change that the MLP of a block writes."""
         site, reading = self.by_name.get(f"blocks.{layer}.mlp_out"), self.run.readings.get((layer, "mlp"))
         if site is None or reading is None:
             return None
@@ -145,12 +139,12 @@ class _Change:
         return self._write(site.name, post)
 
     def _write(self, name: str, h: Tensor) -> Tensor:
-        """What comes to the residual stream of a change of a site's input."""
+        """The change of the residual stream by a change of a site's input."""
         output, norm = self._out(name, h), self.run.writings.get(name)
         return output if norm is None else norm.push(output)
 
     def _out(self, name: str, h: Tensor) -> Tensor:
-        """What a site makes of a change of its input: by its units, or by its matrix where it has none."""
+        """The change of a site's output by one of its input: by its units, or by its matrix where it has none."""
         if name in self.units.factors:
             return self._units(name, h) @ self.units.factors[name].write.detach().float().cpu()
         (site,) = sites_of(self.units.host, [name])
@@ -178,14 +172,3 @@ def _by_site(places: Sequence[ResponseSlot]) -> Mapping[str, tuple[list[int], li
         numbers.append(i)
         of_site.append(place)
     return by_site
-
-
-def units_site(units: UnitSet, name: str) -> Site:
-    """The attached site of this name."""
-    return next(site for site in units.sites if site.name == name)
-
-
-def held_layers(units: UnitSet) -> tuple[list[Site], list[Site]]:
-    """The sites of attention and MLP outputs whose patterns and slopes a run for `responses` must hold: all of the host's."""
-    sites = units.host.sites()
-    return [s for s in sites if s.kind == "attn_o"], [s for s in sites if s.kind == "mlp_out"]

@@ -10,21 +10,19 @@
 """
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from swd_lens.analysis.graph.data import GraphData
 from swd_lens.analysis.graph.features import FeatureNumbers
 from swd_lens.analysis.graph.nodes import Places
 from swd_lens.hosts.sites import parse_unit, split_name
-
-if TYPE_CHECKING:
-    from swd_lens.analysis.graph.result import UnitGraph
 
 _MOST = 20  # of a node's pairs, and of either marginal
 _PAIR = "pair"
 
 
 def traced(
-    graph: "UnitGraph", places: Places, attention: Any
+    graph: GraphData, places: Places, attention: Any
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
     """Results by node_id, and descriptions of units that are in none of the graph's nodes.
 

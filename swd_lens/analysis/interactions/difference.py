@@ -65,6 +65,8 @@ class _Projection:
         n_written: channels that all units write together, whose differences a block holds.
     """
 
+    _add_block: Callable[..., None]  # adds a block of each tensor
+
     def __init__(
         self, weight: Float[Tensor, "d_mlp d_model"], activation: Activation, dtype: torch.dtype, n_written: int
     ):
@@ -80,10 +82,20 @@ class _Projection:
         """How many blocks that many tokens are added in."""
         return -(-n_tokens // self._block)
 
-    def _blocks(self, *tensors: Float[Tensor, "_token _channel"]) -> Iterator[list[Tensor]]:
-        """Blocks of tokens of each tensor, (channel, token)."""
-        for rows in torch.arange(len(tensors[0]), device=tensors[0].device).split(self._block):
-            yield [t[rows].to(self._weight).T.contiguous() for t in tensors]
+    def add(self, *tensors: Float[Tensor, "_token _channel"] | None, each: Callable[[], Any] = lambda: None) -> None:
+        """Add some tokens: z of the paired units (of the gate, then of the up branch), the preactivation, and the branch that a
+        gate multiplies (None: no gate).
+
+        Args:
+            each: called whenever a unit was paired with all later ones, or with all up units, for progress bars.
+        """
+        pre: Any = tensors[-2]
+        with torch.no_grad():
+            for rows in torch.arange(len(pre), device=pre.device).split(self._block):
+                # (channel, token)
+                block = (None if t is None else t[rows].to(self._weight).T.contiguous() for t in tensors)
+                self._add_block(*block, each)
+        self.n_tokens += len(pre)
 
     def _squared(self, delta: Tensor, channels: Tensor, gram: Tensor, within: Tensor | None = None) -> Tensor:
         """sum_t |delta_t W|^2 for delta (channel, token); gram is W W^T on them, or on those that `within` picks."""
@@ -127,23 +139,6 @@ class PairSums(_Projection):
         self._index = _positions(self._writes, write.shape[1])
         super().__init__(weight, activation, dtype, sum(len(unit.channels) for unit in self._writes))
 
-    def add(
-        self,
-        z: Float[Tensor, "_token unit"],
-        pre: Float[Tensor, "_token d_mlp"],
-        up: Float[Tensor, "_token d_mlp"] | None,
-        each: Callable[[], Any] = lambda: None,
-    ) -> None:
-        """Add some tokens: z of the paired units, the preactivation, and the branch that a gate multiplies (None: no gate).
-
-        Args:
-            each: called whenever a unit was paired with all later ones, for progress bars.
-        """
-        with torch.no_grad():
-            for block in self._blocks(z, pre) if up is None else self._blocks(z, pre, up):
-                self._add_block(block[0], block[1], None if up is None else block[2], each)
-        self.n_tokens += len(pre)
-
     def _add_block(self, z: Tensor, pre: Tensor, up: Tensor | None, each: Callable[[], Any]) -> None:
         def difference(i: int) -> Tensor:
             unit = self._writes[i]
@@ -181,9 +176,7 @@ class PairSums(_Projection):
         squares = []
         for j in range(i + 1, len(self._writes)):
             unit = self._writes[j]
-            index = self._index[i].index_select(0, unit.channels)
-            in_j = (index >= 0).nonzero()[:, 0]
-            in_i = index.index_select(0, in_j)
+            in_i, in_j = _shared(self._index[i], unit)
             channels = unit.channels.index_select(0, in_j)
             both = less.index_select(0, in_i)
             both.addr_(unit.weights.index_select(0, in_j), z[j], alpha=-1)
@@ -227,24 +220,6 @@ class GateUpSums(_Projection):
         self._index = _positions(self._gate, gate_write.shape[1])
         super().__init__(weight, activation, dtype, sum(len(unit.channels) for unit in self._gate + self._up))
 
-    def add(
-        self,
-        z: Float[Tensor, "_token gate"],
-        up_z: Float[Tensor, "_token up"],
-        pre: Float[Tensor, "_token d_mlp"],
-        up: Float[Tensor, "_token d_mlp"],
-        each: Callable[[], Any] = lambda: None,
-    ) -> None:
-        """Add some tokens: z of the paired units of both branches, and what the branches are.
-
-        Args:
-            each: called whenever a gate unit was paired with all up units, for progress bars.
-        """
-        with torch.no_grad():
-            for block in self._blocks(z, up_z, pre, up):
-                self._add_block(block[0], block[1], block[2], block[3], each)
-        self.n_tokens += len(pre)
-
     def _add_block(self, z: Tensor, up_z: Tensor, pre: Tensor, up: Tensor, each: Callable[[], Any]) -> None:
         def of_up_unit(j: int) -> Tensor:
             unit = self._up[j]
@@ -277,9 +252,7 @@ class GateUpSums(_Projection):
         """
         squares = []
         for unit, z in zip(self._up, up_z, strict=True):
-            index = self._index[i].index_select(0, unit.channels)
-            in_j = (index >= 0).nonzero()[:, 0]
-            in_i = index.index_select(0, in_j)
+            in_i, in_j = _shared(self._index[i], unit)
             delta = opened.index_select(0, in_i)
             delta *= unit.weights.index_select(0, in_j)[:, None]
             delta *= z
@@ -299,6 +272,13 @@ def _positions(units: list[_Writes], d_mlp: int) -> Int[Tensor, "unit d_mlp"]:
     for row, unit in zip(positions, units, strict=True):
         row[unit.channels] = torch.arange(len(unit.channels), dtype=torch.int32, device=device)
     return positions
+
+
+def _shared(index: Int[Tensor, " d_mlp"], unit: _Writes) -> tuple[Int[Tensor, " both"], Int[Tensor, " both"]]:
+    """The channels that two units write, as places in the list of each; `index` is the first one's of `_positions`."""
+    places = index.index_select(0, unit.channels)
+    in_unit = (places >= 0).nonzero()[:, 0]
+    return places.index_select(0, in_unit), in_unit
 
 
 def _less(pre: Tensor, unit: _Writes, z: Tensor) -> Float[Tensor, "written token"]:

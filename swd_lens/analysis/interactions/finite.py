@@ -15,20 +15,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.analysis.interactions.activation import Activation, find_activation
+from swd_lens.analysis.interactions.activation import find_activation
 from swd_lens.analysis.interactions.difference import GateUpSums, PairSums
 from swd_lens.analysis.interactions.result import UnitInteractions, UpUnits
-from swd_lens.analysis.interactions.site import (
-    SiteRun,
-    attached,
-    paired_factors,
-    site_named,
-    text_of,
-)
-from swd_lens.base.errors import UnsupportedHostError, quoted
+from swd_lens.analysis.interactions.site import SiteRun, attached, paired_factors, site_named, text_of
+from swd_lens.base.checks import bounded
+from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import with_torch_defaults
-from swd_lens.hosts import Host, host_of, sites_of
+from swd_lens.hosts import host_of, sites_of
 from swd_lens.hosts.recording import Recording
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.units.factors import Factors
@@ -37,14 +32,7 @@ from swd_lens.units.match import weight_fingerprint
 
 @with_torch_defaults
 def unit_interactions(
-    model: Any,
-    factors: Any,
-    site: Pattern,
-    tokens: Any,
-    *,
-    top: int = 128,
-    batch_size: int = 16,
-    progress: bool = True,
+    model: Any, factors: Any, site: Pattern, tokens: Any, *, top: int = 128, batch_size: int = 16, progress: bool = True
 ) -> UnitInteractions:
     """Contextual pair interactions through the MLP's activation (paper, app. "Interaction Patterns"; exact, no sampling).
 
@@ -76,11 +64,16 @@ def unit_interactions(
         AttachError, UnknownSiteError: see `swd_lens.attach`.
     """
     host = host_of(model)
-    named, up_branch = _sites(host, site)
+    sites = {named.kind: named for named in sites_of(host, site)}
+    up_branch = None
+    if len(sites_of(host, site)) == 2 and sites.keys() == {"mlp_gate", "mlp_in"}:
+        named, other = sites["mlp_gate"], sites["mlp_in"]
+        up_branch = other if named.layer == other.layer else None
+    if up_branch is None:
+        named = site_named(host, site)
     neighbours = {other.kind: other for other in host.sites() if other.layer == named.layer}
     _require_activated(named, gated="mlp_gate" in neighbours)
-    if isinstance(top, bool) or not isinstance(top, int) or top < 2:
-        raise ValueError(f"top must be a whole number of 2 or more (a pair needs two units), got {quoted(top)}")
+    bounded("top", top, 2)  # a pair needs two units
     stream = text_of(model, tokens, batch_size, 1, "the sums need")
     with attached(host, factors, named, stream, batch_size) as run:
         if "mlp_out" not in neighbours:
@@ -106,20 +99,6 @@ def unit_interactions(
         settings=settings,
         up=up_units,
     )
-
-
-def _sites(host: Host, pattern: Pattern) -> tuple[Site, Site | None]:
-    """The site whose units are paired, and the up branch where a layer's gate and up branch are both named.
-
-    Raises:
-        UnknownSiteError, ValueError: see `site_named`.
-    """
-    sites = {site.kind: site for site in sites_of(host, pattern)}
-    if len(sites_of(host, pattern)) == 2 and sites.keys() == {"mlp_gate", "mlp_in"}:
-        gate, up = sites["mlp_gate"], sites["mlp_in"]
-        if gate.layer == up.layer:
-            return gate, up
-    return site_named(host, pattern), None
 
 
 def _require_activated(site: Site, gated: bool) -> None:
@@ -199,23 +178,11 @@ def _sums(
             pre, gate_times = seen.outputs[run.site.name], None if up is None else seen.outputs[up.name]
             if sums is None:
                 activation, name = find_activation(run.host, run.site, pre, gate_times, seen.inputs[out.name])
-                sums = _empty_sums(paired, run.host.weight(out), activation, pre.dtype)
+                # A host in half precision: products in float32 all the same. One in float64 keeps it.
+                dtype = torch.float64 if pre.dtype == torch.float64 else torch.float32
+                kind: Any = PairSums if len(paired) == 1 else GateUpSums
+                sums = kind(*(each.write() for each in paired), run.host.weight(out), activation, dtype)
                 bar.reset(len(paired[0].units) * sums.n_blocks(len(pre)) * run.n_batches)
-            if isinstance(sums, PairSums):
-                sums.add(paired[0].z(seen), pre, gate_times, each=lambda: bar.update())
-            else:
-                assert gate_times is not None
-                sums.add(paired[0].z(seen), paired[1].z(seen), pre, gate_times, each=lambda: bar.update())
+            sums.add(*(each.z(seen) for each in paired), pre, gate_times, each=lambda: bar.update())
     assert sums is not None  # a text has at least one batch
     return sums, name
-
-
-def _empty_sums(
-    paired: Sequence[_Paired], weight: Float[Tensor, "d_mlp d_model"], activation: Activation, dtype: torch.dtype
-) -> PairSums | GateUpSums:
-    # A host in half precision: products in float32 all the same. One in float64 keeps it.
-    dtype = dtype if dtype == torch.float64 else torch.float32
-    writes = [each.write() for each in paired]
-    if len(writes) == 1:
-        return PairSums(writes[0], weight, activation, dtype)
-    return GateUpSums(writes[0], writes[1], weight, activation, dtype)

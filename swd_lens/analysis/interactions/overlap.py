@@ -28,7 +28,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 from swd_lens.analysis.interactions.site import SMALL, PairResult, attached, bars, site_named, strongest, text_of
-from swd_lens.base.errors import quoted
+from swd_lens.base.checks import bounded
 from swd_lens.base.figures import INK, PALETTE, heatmap, new_figure, style
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import host_of
@@ -105,7 +105,7 @@ class UnitOverlap(PairResult):
         return kept[above].numpy()
 
     def table(self) -> pd.DataFrame:
-        """Of the absolute value of each measure over all pairs: median, 95th and 99th percentile, largest."""
+        """Median, 95th and 99th percentile and largest absolute value of each measure over all pairs."""
         rows = []
         for name, matrix in self.measures().items():
             median, p95, p99, largest = np.percentile(np.abs(self.values(matrix)), (50, 95, 99, 100)).tolist()
@@ -207,8 +207,7 @@ def unit_overlap(
     """
     host = host_of(model)
     named = site_named(host, site)
-    if isinstance(shown, bool) or not isinstance(shown, int) or shown < 2:
-        raise ValueError(f"shown must be a whole number of 2 or more (a matrix of pairs), got {quoted(shown)}")
+    bounded("shown", shown, 2)  # a matrix of pairs
     stream = text_of(model, tokens, batch_size, 2, "a correlation needs")
     with attached(host, factors, named, stream, batch_size) as run:
         units, sums = run.units, _Sums(run.units.n_units)

@@ -1,4 +1,4 @@
-"""UnitInteractions: what `unit_interactions` gives; R of every pair, tables and figures."""
+"""UnitInteractions, the result of `unit_interactions`: R of every pair, tables and figures."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

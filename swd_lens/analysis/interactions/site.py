@@ -1,9 +1,9 @@
-"""One site over a text: what both studies of interactions share.
+"""One site over a text, as both studies of interactions need it.
 
 1. `site_named` and `text_of` check what was asked for before anything runs.
 2. `attached` puts the factors into the host and gives a `SiteRun`: the site, its units and the text. `SiteRun.batches` runs the
    text up to the site's block and hands over what was seen there; `SiteRun.provenance` says how a result was made.
-3. `PairResult` is what the results of both say of themselves; `strongest` and `bars` are the strongest pairs of a matrix, as
+3. `PairResult` is the base of both results; `strongest` and `bars` are the strongest pairs of a matrix, as
    indices and as a figure.
 """
 
@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base import __version__
+from swd_lens.base.checks import bounded
 from swd_lens.base.errors import TokenError, quoted
 from swd_lens.base.figures import ATTENTION, INK, NEGATIVE, POSITIVE
 from swd_lens.base.progress import tqdm
@@ -57,8 +58,7 @@ def text_of(model: Any, tokens: Any, batch_size: Any, least: int, why: str) -> T
         ValueError: a batch size that is no whole number of rows, or a model in train mode with dropout.
         TokenError: fewer tokens than `least`; and see `as_stream`.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size={quoted(batch_size)}: give how many rows run in one forward, 1 or more")
+    bounded("batch_size", batch_size, 1)
     require_no_dropout(model)
     stream = as_stream(tokens, model)
     if stream.n_tokens < least:
@@ -128,7 +128,7 @@ class SiteRun:
             yield seen
 
     def provenance(self, **choices: Any) -> dict[str, Any]:
-        """What a result says of how it was made; plain JSON values. Nothing here is drawn at random: there is no seed."""
+        """Settings of a result: how it was made, as plain JSON values. Nothing here is drawn at random: there is no seed."""
         return {
             "model": getattr(self.host.model.cfg, "model_name", None),
             "site": self.site.name,
@@ -185,7 +185,7 @@ def paired_factors(by_site: UnitSet, site: Site) -> Factors:
 
 
 class PairResult(Record):
-    """What a study of one site's pairs found; subclasses are dataclasses that have these attributes."""
+    """The result of a study of one site's pairs; subclasses are dataclasses that have these attributes."""
 
     site: str
     settings: Mapping[str, Any]

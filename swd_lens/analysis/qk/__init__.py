@@ -2,7 +2,7 @@
 
 scores.py builds a head's scores from write vectors and z, and holds them against the host's own. screen.py finds candidates in
 the weights, scan.py replays them on prompts and ranks them by what their removal does, replay.py shows one of them in full, and
-step_cache.py takes a head's scores apart to the last bias.
+parts.py takes a head's scores apart to the last bias.
 """
 
 from swd_lens.analysis.qk.parts import ScoreParts, score_parts

@@ -1,4 +1,4 @@
-"""A head's scores, taken apart: all pairs of units, and what biases add. The parts sum to what the host shows.
+"""A head's scores, taken apart: all pairs of units, and the parts of biases. They sum to the scores that the host shows.
 
     score = <R_t norm(q), R_u norm(k)> * scale + alibi,     q = sum_a z_a bQ_a + cQ,     k = sum_b z_b bK_b + cK
 

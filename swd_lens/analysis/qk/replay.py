@@ -27,7 +27,8 @@ from swd_lens.analysis.qk.scores import (
     units_of_head,
 )
 from swd_lens.analysis.qk.screen import QKPair
-from swd_lens.base.errors import QKError, quoted, visible_token
+from swd_lens.base.checks import one_of
+from swd_lens.base.errors import QKError, visible_token
 from swd_lens.base.figures import INK, heatmap, literal, new_figure
 from swd_lens.base.panels import Panel, attention_heads
 from swd_lens.base.record import Record, column
@@ -35,14 +36,14 @@ from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.tasks.prompt import Prompt, token_strings
 from swd_lens.units import UnitSet
 
-_REMOVE = ("q", "k", "pair")
+REMOVE = ("q", "k", "pair")
 _ROUNDING = 1e-6  # changes of a probability up to this are float32 rounding: a correlation of them says nothing
 _MOST_LABELS = 40  # token labels that fit an axis
 
 
 @dataclass(frozen=True, kw_only=True)
 class Removal(Record):
-    """What it does to a head's pattern on a prompt that a unit is taken out.
+    """The change of a head's pattern on a prompt when a unit is taken out.
 
     Attributes:
         dense_kl: KL(dense || with units in its place), nats, mean over destinations.
@@ -135,10 +136,8 @@ class QKReplay(Removal):
         """The pair's contribution to every score (paper, Fig. qk-pair-contribution)."""
         size = map_size(self.tokens) * 1.25
         figure, axes = new_figure(width=size + 0.6, height=size * 0.95)
-        title, label = (
-            f"{self.pair}: part of the score (mean {self.signed_mean:+.3g})",
-            "contribution to the score, before softmax",
-        )
+        title = f"{self.pair}: part of the score (mean {self.signed_mean:+.3g})"
+        label = "contribution to the score, before softmax"
         draw_map(axes[0, 0], self.tokens, self.mask, title, self.contribution, label=label, signed=True, bar=True)
         return figure
 
@@ -193,7 +192,7 @@ def qk_replay(model: Any, factors: Any, pair: QKPair, prompt: Any, *, remove: st
         AttachError: see `swd_lens.attach`.
     """
     units = UnitSet.of(model, factors)
-    require_removal(remove)
+    one_of("remove", remove, REMOVE, QKError)
     row = attended_row(model, Prompt.of(model, prompt, "qk"))
     layers = layer_units(units)
     pair = with_gamma(layers, pair)
@@ -212,12 +211,6 @@ def qk_replay(model: Any, factors: Any, pair: QKPair, prompt: Any, *, remove: st
         settings={**provenance(units, layers), "remove": remove},
         **of_pair,
     )
-
-
-def require_removal(remove: str) -> None:
-    """Raises QKError where there is no such removal."""
-    if remove not in _REMOVE:
-        raise QKError(f"remove={quoted(remove)}: give one of {', '.join(_REMOVE)}")
 
 
 def with_gamma(layers: Mapping[int, LayerUnits], pair: QKPair) -> QKPair:
@@ -261,6 +254,7 @@ def removals(
     # The change that the map alone foretells: its contributions leave, all other pairs stay.
     foretold = run.log_pattern(intact - contribution).exp() * mask - before
     change = after - before
+    told = torch.minimum(foretold.abs().amax((-2, -1)), change.abs().amax((-2, -1))) > _ROUNDING
     removed, own = _row_centred(intact - without, mask), _row_centred(contribution, mask)
     maps = {"contribution": contribution, "dense": dense, "reconstructed": before, "removed": after}
     return maps, {
@@ -268,7 +262,10 @@ def removals(
         "removed_kl": (before * (log_before - log_after)).sum(-1).mean(-1),
         "max_change": change.abs().amax((-2, -1)),
         "signed_mean": contribution.sum((-2, -1)) / mask.sum(),
-        "agreement": _correlation(foretold, change),
+        # Rows of changes sum to zero, so the cosine is the correlation.
+        "agreement": _ratio(_dot(foretold, change), (_dot(foretold, foretold) * _dot(change, change)).sqrt()).where(
+            told, torch.nan
+        ),
         "share": _ratio(_dot(own, removed), _dot(removed, removed)),
     }
 
@@ -292,12 +289,6 @@ def _row_centred(x: Tensor, mask: Tensor) -> Tensor:
     """Less its mean over the sources that each destination sees: a constant in a row changes no pattern."""
     x = x * mask
     return (x - x.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)) * mask
-
-
-def _correlation(x: Tensor, y: Tensor) -> Tensor:
-    """Of changes of patterns: their rows sum to zero, so the cosine is the correlation. NaN where either is rounding."""
-    told = torch.minimum(x.abs().amax((-2, -1)), y.abs().amax((-2, -1))) > _ROUNDING
-    return _ratio(_dot(x, y), (_dot(x, x) * _dot(y, y)).sqrt()).where(told, torch.nan)
 
 
 def _ratio(over: Tensor, under: Tensor) -> Tensor:

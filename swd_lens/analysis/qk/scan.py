@@ -17,9 +17,10 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from swd_lens.analysis.qk.replay import NUMBERS, Removal, removals, require_removal, with_gamma
+from swd_lens.analysis.qk.replay import NUMBERS, REMOVE, Removal, removals, with_gamma
 from swd_lens.analysis.qk.scores import LayerScores, attended_row, layer_units, provenance, run_layers
 from swd_lens.analysis.qk.screen import QKPair, QKScreen, draw_heads, qk_screen
+from swd_lens.base.checks import one_of
 from swd_lens.base.display import Folded
 from swd_lens.base.errors import QKError
 from swd_lens.base.figures import new_figure, style
@@ -80,20 +81,15 @@ class QKScan(Record):
         frame: Any = self.frame
         if max_dense_kl is not None:
             frame = frame[frame["dense KL"] <= max_dense_kl]
-        if min_agreement is not None:
-            frame = frame[frame["agreement"] >= min_agreement]
-        if min_share is not None:
-            frame = frame[frame["share"] >= min_share]
-        return [
-            QKCase(
-                pair=QKPair(
-                    int(row["layer"]), int(row["head"]), int(row["q unit"]), int(row["k unit"]), float(row["gamma"])
-                ),
-                prompt=int(row["prompt"]),
-                **{name: float(row[column(name)]) for name in NUMBERS},
-            )
-            for row in frame.head(n).to_dict("records")
-        ]
+        for name, least in (("agreement", min_agreement), ("share", min_share)):
+            if least is not None:
+                frame = frame[frame[name] >= least]
+        cases = []
+        for row in frame.head(n).to_dict("records"):
+            pair = QKPair(**{name: int(row[column(name)]) for name in _PAIR[:4]}, gamma=float(row["gamma"]))
+            numbers = {name: float(row[column(name)]) for name in NUMBERS}
+            cases.append(QKCase(pair=pair, prompt=int(row["prompt"]), **numbers))
+        return cases
 
     def table(self, n: int | None = None) -> pd.DataFrame:
         """The first n cases (None: all), with the beginning of each prompt."""
@@ -177,7 +173,7 @@ def qk_scan(
         TokenError, UnsupportedHostError, AttachError: as `qk_replay`.
     """
     units = UnitSet.of(model, factors)
-    require_removal(remove)
+    one_of("remove", remove, REMOVE, QKError)
     if screen is not None and pairs is not None:
         raise QKError("give pairs or a screen to take them from, not both")
     rows = [attended_row(model, prompt) for prompt in Prompt.several(model, prompts, "qk")]

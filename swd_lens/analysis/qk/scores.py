@@ -153,7 +153,7 @@ def units_of_head(layers: Mapping[int, LayerUnits], layer: int, head: int) -> La
 
 
 def provenance(units: UnitSet, layers: Mapping[int, LayerUnits]) -> dict[str, Any]:
-    """What results are of: the model, fingerprints of the matrices, how positions and norms enter, the version."""
+    """Settings of results: the model, fingerprints of the matrices, how positions and norms enter, the version."""
     sites = {side.site for of_layer in layers.values() for side in (of_layer.q, of_layer.k)}
     made_from = {site: units.factors[site.name].provenance.get("weight_sha256") for site in sites}
     heads = next(iter(layers.values())).heads
@@ -232,7 +232,7 @@ class SideRun:
         return z if self.inverse_rms is None else z * self.inverse_rms[:, head]
 
     def parts(self, head: int) -> tuple[Float[Tensor, "pos d_head"], Float[Tensor, "pos d_head"]]:
-        """What the units write to the first prompt's queries or keys, and the constant; with the run's norms, rotated."""
+        """The units' writes to the first prompt's queries or keys, and the constant; with the run's norms, rotated."""
         z = self.z[0]
         written, constant = z @ self.side.write[:, head], self.side.constant[head].expand(len(z), -1)
         if self.side.norm is not None and self.inverse_rms is not None:
@@ -241,7 +241,7 @@ class SideRun:
         return self._rotated(written), self._rotated(constant)
 
     def at(self, head: int, position: int) -> Float[Tensor, "unit d_head"]:
-        """What each unit writes to the first prompt's query or key at one position; with the run's norm, rotated."""
+        """Each unit's write to the first prompt's query or key at one position; with the run's norm, rotated."""
         folded, z = self.side.folded[:, head], self.z[0, position]
         folded = folded if self.rotation is None else self.rotation.at(position, folded)
         return (z if self.inverse_rms is None else z * self.inverse_rms[0, head, position])[:, None] * folded
@@ -278,7 +278,7 @@ class LayerScores:
 
     @cached_property
     def position_bias(self) -> Float[Tensor, "head pos pos"] | None:
-        """What ALiBi adds to scores."""
+        """The part of scores that ALiBi adds."""
         if self.heads.slopes is None:
             return None
         positions = torch.arange(len(self.mask), device=self.mask.device)
@@ -357,10 +357,8 @@ def run_layers(
             attached = record(host, tokens, units=sites, hooks=hooks, keep=Tensor.clone)
         runs = {}
         for layer, of_layer in layers.items():
-            scores, pattern = (
-                _shown(attached, heads[layer].scores_hook),
-                _shown(dense, heads[layer].pattern_hook).float(),
-            )
+            scores = _shown(attached, heads[layer].scores_hook)
+            pattern = _shown(dense, heads[layer].pattern_hook).float()
             # Probabilities that a half-precision host rounded sum to one again: the KL of others is no number below 0.
             pattern = pattern / pattern.sum(-1, keepdim=True)
             q, k = (

@@ -32,6 +32,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from swd_lens.analysis.qk.scores import LayerUnits, Side, layer_units, provenance, z_rms
+from swd_lens.base.checks import bounded
 from swd_lens.base.display import card
 from swd_lens.base.errors import QKError
 from swd_lens.base.figures import heatmap, new_figure, style
@@ -100,7 +101,7 @@ class QKScreen(Record):
 
     @property
     def _rank(self) -> Float[Tensor, "layer head top top"]:
-        """What pairs are ranked by."""
+        """The size that pairs are ranked by."""
         return self.gamma.abs() if self.sizes is None else self.sizes
 
     @property
@@ -117,8 +118,7 @@ class QKScreen(Record):
         Raises:
             QKError: per_head is not positive.
         """
-        if per_head < 1:
-            raise QKError(f"per_head={per_head}: give a whole number of at least 1")
+        bounded("per_head", per_head, 1, error=QKError)
         return [pair for pair, _ in self._ranked(per_head)]
 
     def _ranked(self, per_head: int) -> list[tuple[QKPair, float]]:
@@ -191,10 +191,8 @@ def qk_screen(
         UnsupportedHostError: see `swd_lens.hosts.attention.heads_of`; bidirectional hosts among others.
     """
     units = UnitSet.of(model, factors)
-    if top < 1:
-        raise QKError(f"top={top}: give a whole number of at least 1")
-    if not 0 <= distance < int(model.cfg.n_ctx):
-        raise QKError(f"distance={distance}: give 0 to {int(model.cfg.n_ctx) - 1}, the host's context less one")
+    bounded("top", top, 1, error=QKError)
+    bounded("distance", distance, 0, int(model.cfg.n_ctx) - 1, error=QKError)  # two positions of one context
     with torch.no_grad():
         layers = layer_units(units)
         rms = None if tokens is None else z_rms(units, layers, as_stream(tokens, model), batch_size)

@@ -9,7 +9,7 @@
 import base64
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 from torch import Tensor
@@ -18,14 +18,11 @@ from swd_lens.analysis.audit.drawing import running_token
 from swd_lens.analysis.audit.labels import UnitLabel
 from swd_lens.analysis.audit.result import Audit
 from swd_lens.analysis.audit.unit import UnitCard, UnitProfile
+from swd_lens.analysis.graph.data import GraphData
 from swd_lens.base import __version__
 from swd_lens.base.errors import legible, visible, visible_token
 from swd_lens.hosts.sites import execution_key, parse_unit
 from swd_lens.units.keys import read_unit
-
-if TYPE_CHECKING:
-    from swd_lens.analysis.graph.replays import Replays
-    from swd_lens.analysis.graph.result import UnitGraph
 
 _CONTEXTS, _AROUND, _PROMOTED = 5, 12, 8  # per unit; tokens on either side of a peak; tokens on either side of zero
 _DIGITS, _FEW_DIGITS = 9, 3  # of what is added up, and of what is only looked at
@@ -36,16 +33,15 @@ _SCORES = ("layer", "head", "dest", "src", "part", "q unit", "k unit", "contribu
 
 
 def contents(
-    graph: "UnitGraph",
-    *,
-    audit: Any = None,
-    replays: "Replays | None" = None,
-    attention: Any = None,
-    groups: Mapping[str, Sequence[str]] | None = None,
-    labels: Mapping[str, Any] | None = None,
-    beside: "UnitGraph | None" = None,
+    graph: GraphData,
+    audit: Any,
+    replays: Any,
+    attention: Any,
+    groups: Mapping[str, Sequence[str]],
+    labels: Mapping[Any, Any],
+    beside: GraphData | None,
 ) -> dict[str, Any]:
-    """Plain values for the page; see `UnitGraph.show` for the arguments.
+    """Plain values for the page; see `show` (page.py) for the arguments.
 
     Raises:
         ValueError: groups, replays or attention paths of nodes that the graph does not have, or a label of no unit's name.
@@ -55,20 +51,30 @@ def contents(
     units: dict[str, str] = {}
     for each in graphs:
         nodes = each.nodes[each.nodes["kind"] == "unit"]
-        units |= {
-            f"{site}/{unit}": text
-            for site, unit, text in zip(nodes["site"], nodes["unit"], nodes["label"], strict=True)
-        }
+        of_graph = zip(nodes["site"], nodes["unit"], nodes["label"], strict=True)
+        units |= {f"{site}/{unit}": text for site, unit, text in of_graph}
     values = [_graph(each) for each in graphs]
     if replays is not None:
-        values[0]["replays"] = _replays(graph, replays)
+        number = _numbers(graph, [*replays.nodes, *replays.targets], "these replays")
+        values[0]["replays"] = {
+            "nodes": [number[name] for name in replays.nodes],
+            "targets": [number[name] for name in replays.targets],
+            "strengths": list(replays.strengths),
+            "effects": _packed(replays.effects),
+            "changes": _packed(replays.changes),
+        }
     if attention is not None:
         values[0]["attention"] = _attention(graph, attention)
+    number = _numbers(graph, [name for members in groups.values() for name in members], "these groups")
     return {
         "version": __version__,
         "graphs": values,
-        "units": _units(units, audit, labels or {}),
-        "groups": _groups(graph, groups or {}),
+        "units": _units(units, audit, labels),
+        "groups": [
+            {"name": visible(name), "members": [number[node] for node in members]}
+            for name, members in groups.items()
+            if members
+        ],
         "factors": {site: identity for g in graphs for site, identity in (g.settings.get("factors") or {}).items()},
     }
 
@@ -76,7 +82,7 @@ def contents(
 # ---------------------------------------------------------------------------------------------- graphs
 
 
-def _graph(graph: "UnitGraph") -> dict[str, Any]:
+def _graph(graph: GraphData) -> dict[str, Any]:
     nodes, edges = graph.nodes, graph.edges
     number = {name: i for i, name in enumerate(nodes["node"])}
     settings = graph.settings
@@ -106,18 +112,7 @@ def _graph(graph: "UnitGraph") -> dict[str, Any]:
     }
 
 
-def _replays(graph: "UnitGraph", replays: "Replays") -> dict[str, Any]:
-    number = _numbers(graph, [*replays.nodes, *replays.targets], "these replays")
-    return {
-        "nodes": [number[name] for name in replays.nodes],
-        "targets": [number[name] for name in replays.targets],
-        "strengths": list(replays.strengths),
-        "effects": _packed(replays.effects),
-        "changes": _packed(replays.changes),
-    }
-
-
-def _attention(graph: "UnitGraph", attention: Any) -> dict[str, Any]:
+def _attention(graph: GraphData, attention: Any) -> dict[str, Any]:
     heads, scores = attention.heads, attention.scores
     number = _numbers(graph, {*heads["source"], *heads["target"]}, "these attention paths")
     return {
@@ -131,16 +126,7 @@ def _attention(graph: "UnitGraph", attention: Any) -> dict[str, Any]:
     }
 
 
-def _groups(graph: "UnitGraph", groups: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
-    number = _numbers(graph, [name for members in groups.values() for name in members], "these groups")
-    return [
-        {"name": visible(name), "members": [number[node] for node in members]}
-        for name, members in groups.items()
-        if members
-    ]
-
-
-def _numbers(graph: "UnitGraph", names: Iterable[str], what: str) -> dict[str, int]:
+def _numbers(graph: GraphData, names: Iterable[str], what: str) -> dict[str, int]:
     """Node -> its row. Raises ValueError where the graph does not have one of these."""
     number = {name: i for i, name in enumerate(graph.nodes["node"])}
     if missing := sorted({name for name in names if name not in number}):
@@ -192,8 +178,12 @@ def _label(unit: str, label: Any) -> UnitLabel | None:
 
 
 def _card(card: UnitCard) -> dict[str, Any]:
-    """What hovering and clicking show of a unit."""
-    shown: dict[str, Any] = {"contexts": [_context(c.around_peak(_AROUND)) for c in card.contexts[:_CONTEXTS]]}
+    """The facts of a unit that hovering and clicking show; a context is [peak, pieces, z of each piece]."""
+    contexts = []
+    for context in (c.around_peak(_AROUND) for c in card.contexts[:_CONTEXTS]):
+        pieces = ["".join(running_token(token)) for token in context.tokens]  # as it runs in text, leading spaces kept
+        contexts.append([context.peak, pieces, [_rounded(z, _FEW_DIGITS) for z in context.z]])
+    shown: dict[str, Any] = {"contexts": contexts}
     if card.logits is not None:
         for side in ("promoted", "suppressed"):
             tokens = getattr(card.logits, side)[:_PROMOTED]
@@ -210,12 +200,6 @@ def _card(card: UnitCard) -> dict[str, Any]:
             shown["histogram"] = {"start": start, "width": card.histogram.width, "counts": counts[low:high]}
         shown["tokens_heard"], shown["density"] = card.n_tokens, _rounded(card.density, _FEW_DIGITS)
     return shown
-
-
-def _context(context: Any) -> list[Any]:
-    """[peak, pieces, z of each piece]: a piece is a token as it runs in text, its leading space kept."""
-    pieces = ["".join(running_token(token)) for token in context.tokens]
-    return [context.peak, pieces, [_rounded(z, _FEW_DIGITS) for z in context.z]]
 
 
 # ---------------------------------------------------------------------------------------------- values

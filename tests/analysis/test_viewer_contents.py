@@ -1,27 +1,19 @@
-"""The viewer's page as a file: all in it, nothing from anywhere, text as text. In a browser: test_graph_browser.py."""
+"""What the page shows: numbers, tables of effects, cards of units."""
 
 import base64
-import hashlib
-import html
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.analysis.audit.labels import UnitLabel
-from swd_lens.analysis.graph import Replays, unit_graph
-from swd_lens.analysis.graph.viewer import page as page_module
-from swd_lens.analysis.graph.viewer.page import SCRIPTS, GraphPage
-from swd_lens.base.errors import encodable
+from swd_lens.analysis.graph import unit_graph
+from swd_lens.analysis.graph.viewer.page import GraphPage
 from tests.analysis.graph_checks import TOKENS, all_units, random_factors
 from tests.analysis.graph_pages import Paths, large_graph
 from tests.micro import toy_model
-
-HOSTILE = "</script><b>$x ' \" & \ud83d\u202e\n"
 
 
 def _data(page: GraphPage) -> Any:
@@ -40,39 +32,6 @@ def _small() -> tuple[Any, Any, Any]:
             model, factors, all_units(factors), prompt=TOKENS, attention="frozen", answers=3, keep=None, isolated=True
         ),
     )
-
-
-def test_the_page_holds_all_that_it_needs_and_forbids_the_rest() -> None:
-    page = large_graph(20, 60).show()
-    assert not re.search(r"""(src|href)=["'](?!#)|@import|url\((?!#)|https?://(?!www\.w3\.org/)""", page.html)
-    script = re.findall(r"<script>(.*?)</script>", page.html, flags=re.DOTALL)
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page.html)
-    assert len(script) == 1 and policy
-    digest = base64.b64encode(hashlib.sha256(script[0].encode()).digest()).decode()
-    assert f"script-src 'sha256-{digest}'" in policy[1] and policy[1].startswith("default-src 'none'")
-    assert page.html.count("</script>") == 2 and "<!--" not in script[0]
-
-
-def test_text_of_labels_and_prompts_is_data() -> None:
-    _, _, graph = _small()
-    unit = "blocks.0.mlp_out/1"
-    graph.nodes.loc[graph.nodes["kind"] == "token", "label"] = HOSTILE
-    graph.settings["prompt"] = HOSTILE
-    page = graph.show(labels={unit: UnitLabel(HOSTILE, note=HOSTILE)}, groups={HOSTILE: [f"{unit}@4"]})
-    assert page.html.count("</script>") == 2 and "<b>" not in page.html.replace("<b>0</b>", "").split("<script")[0]
-    page.html.encode("utf-8")
-    values = _data(page)
-    assert values["units"][unit]["label"] == encodable(HOSTILE) and "</script><b>" in values["groups"][0]["name"]
-    assert "<title>Unit graph of “&lt;/script&gt;" in page.html
-
-
-def test_saving_and_showing(tmp_path: Path) -> None:
-    page = large_graph(20, 60).show()
-    path = page.save(tmp_path / "deep" / "graph.html")
-    assert path.read_text(encoding="utf-8") == page.html and [p.name for p in path.parent.iterdir()] == ["graph.html"]
-    frame = re.fullmatch(r'<iframe .*?srcdoc="(.*?)".*?></iframe>', page._repr_html_(), flags=re.DOTALL)
-    assert frame and html.unescape(frame[1]) == page.html
-    assert repr(page).startswith("GraphPage(Unit graph of")
 
 
 def test_numbers_add_up_in_the_page_as_in_the_graph() -> None:
@@ -130,26 +89,6 @@ def test_graphs_without_a_prompt_and_without_edges_are_shown() -> None:
     assert len(values["edges"]["weight"]) == len(static.edges)
 
 
-def test_the_largest_page_that_is_promised_has_at_most_5_megabytes() -> None:
-    """400 nodes, 4,000 links, every unit clamped at three strengths."""
-    graph = large_graph()
-    units = graph.nodes[graph.nodes["kind"] == "unit"]["node"].tolist()
-    answers = graph.nodes[graph.nodes["kind"] == "logit"]["node"].tolist()
-    n, targets = len(units), (*units, *answers)
-    made = Replays(
-        tuple(units),
-        (0.0, 0.5, 2.0),
-        targets,
-        torch.ones(n),
-        torch.randn(n, len(targets)),
-        torch.randn(n, 3, len(targets)),
-        {},
-    )
-    page = graph.show(replays=made)
-    assert len(graph.nodes) == 400 and len(graph.edges) == 4_000
-    assert len(page.html.encode()) < 5e6
-
-
 def test_what_belongs_to_other_graphs_is_refused() -> None:
     graph = large_graph(20, 60)
     with pytest.raises(ValueError, match=r"these groups are of another graph: 1 of their nodes .* such as nothing"):
@@ -160,14 +99,3 @@ def test_what_belongs_to_other_graphs_is_refused() -> None:
         graph.show(labels={f"{graph.nodes['site'].iloc[16]}/{graph.nodes['unit'].iloc[16]}": 1.0})
     with pytest.raises(TypeError, match="beside must be a UnitGraph"):
         graph.show(beside=graph.nodes)  # pyright: ignore[reportArgumentType]
-
-
-def test_the_files_of_the_page_are_in_the_wheel() -> None:
-    folder = Path(page_module.__file__).parent
-    project = (Path(swd.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-    line = re.search(r'^"swd_lens.analysis.graph.viewer" = (\[.*\])$', project, flags=re.MULTILINE)
-    assert line
-    patterns = json.loads(line[1])
-    carried = {path for pattern in patterns for path in folder.glob(pattern)}
-    assert {path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")} == carried
-    assert {f"{name}.js" for name in SCRIPTS} == {path.name for path in folder.glob("scripts/*")}

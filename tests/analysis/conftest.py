@@ -1,0 +1,23 @@
+"""A toy model with letters for tokens, and an audit of random factors of what writes to the residual stream."""
+
+import pytest
+
+from swd_lens.analysis.audit import audit
+from tests.analysis.audit_models import lettered, made_scores, sparse_factors
+from tests.micro import random_tokens
+
+
+@pytest.fixture(scope="module")
+def model():
+    return lettered()
+
+
+@pytest.fixture(scope="module")
+def factors(model):
+    return sparse_factors(model, "*_o*")  # attn_o and mlp_out
+
+
+@pytest.fixture(scope="module")
+def found(model, factors):
+    scores = {"a task": made_scores(factors), "another": made_scores(factors, seed=1)}
+    return audit(model, factors, random_tokens(9, 8), scores=scores, progress=False)

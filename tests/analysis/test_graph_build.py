@@ -1,0 +1,97 @@
+"""How a graph is asked for, and what is refused."""
+
+import pandas as pd
+import pytest
+import torch
+
+from swd_lens.analysis.graph import unit_graph
+from tests.analysis.graph_checks import APART, TOKENS, all_units, random_factors
+from tests.micro import toy_model
+
+
+def test_a_graph_inside_inference_mode_is_the_same():
+    model = toy_model()
+    factors = random_factors(model, "attn_o", "mlp_out")
+    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen")
+    with torch.inference_mode():
+        again = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen")
+    assert graph.edges.equals(again.edges)
+
+
+def test_one_unit_and_all_the_answers_there_are():
+    model = toy_model()
+    factors = random_factors(model, "attn_o")
+    graph = unit_graph(model, factors, "blocks.0.attn_o/1", prompt=TOKENS, answers=99, keep=None)
+    assert graph.nodes["kind"].value_counts().to_dict() == {"logit": 20, "unit": 1, "token": 1}
+
+
+def test_units_are_named_by_site_glob_table_and_pair():
+    model = toy_model()
+    factors = random_factors(model, "attn_o", "mlp_out")
+    whole = unit_graph(model, factors, all_units(factors), prompt=TOKENS, keep=None)
+    for units in ("all", ["attn_o", "blocks.*.mlp_out"], pd.DataFrame(all_units(factors), columns=["site", "unit"])):
+        assert unit_graph(model, factors, units, prompt=TOKENS, keep=None).edges.equals(whole.edges)
+    mixed = unit_graph(model, factors, ["blocks.1.mlp_out", ("blocks.0.attn_o", 2)], answers=[3])
+    drawn = mixed.nodes["node"][mixed.nodes["kind"] == "unit"].tolist()
+    assert set(drawn) <= {"blocks.0.attn_o/2", *(f"blocks.1.mlp_out/{i}" for i in range(5))} and len(drawn) == 6
+    with pytest.raises(ValueError, match=r"no site matches 'mlp_in'"):
+        unit_graph(model, factors, ["mlp_in"], prompt=TOKENS)
+
+
+def test_the_host_is_left_as_it_was():
+    model = toy_model()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    logits, names = model(torch.tensor([TOKENS])), list(model.hook_dict)
+    factors = random_factors(model, *APART)
+    first = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen")
+    again = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen")
+    assert first.edges.equals(again.edges) and first.nodes.equals(again.nodes)
+    assert torch.equal(model(torch.tensor([TOKENS])), logits) and list(model.hook_dict) == names
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_cannot_be_drawn_is_refused():
+    model = toy_model()
+    factors = random_factors(model, *APART)
+    units = all_units(factors)
+
+    def refused(error: type[Exception], match: str, drawn=units, **settings) -> None:
+        with pytest.raises(error, match=match):
+            unit_graph(model, factors, drawn, **settings)
+
+    refused(ValueError, r"no unit of blocks\.0\.mlp_in can speak.*attn_o, mlp_out", drawn=["blocks.0.mlp_in/1"])
+    refused(ValueError, r"blocks\.0\.mlp_in/7 is not among .* \(0 to 4\)", drawn=["blocks.0.mlp_in/7"])
+    refused(ValueError, r"blocks\.9\.mlp_in/0 is not among", drawn=[("blocks.9.mlp_in", 0)])
+    refused(ValueError, "named twice", drawn=["blocks.0.mlp_in/1", ("blocks.0.mlp_in", 1)])
+    refused(ValueError, "there are no units", drawn=[])
+    refused(ValueError, "give one, prompt=", attention="frozen")
+    refused(ValueError, "attention must be one of", attention="thawed")
+    refused(ValueError, "cosine.*without one", prompt=TOKENS, normalize="cosine")
+    refused(ValueError, "leave `tokens` out", prompt=TOKENS, tokens=torch.tensor([TOKENS]))
+    refused(ValueError, "keep must be a whole number of at least 1, got 0", keep=0)
+    refused(ValueError, "min_weight must be a number of at least 0, got -1", min_weight=-1)
+    refused(ValueError, "no tokenizer", prompt="text")
+    refused(ValueError, "33|32", prompt=list(range(20)) + list(range(13)))
+    refused(ValueError, "answer 20 is no token id", prompt=TOKENS, answers=[20])
+    refused(ValueError, "likeliest tokens are those of a prompt", answers=3)
+    refused(ValueError, "answer 4 is named twice", prompt=TOKENS, answers=[4, 3, 4])
+    refused(ValueError, "answers=True", prompt=TOKENS, answers=True)
+    refused(ValueError, "per_node must be a whole number of at least 1, got True", per_node=True)
+    refused(ValueError, "one prompt, got 2", prompt=[TOKENS, TOKENS])
+
+
+def test_coders_have_no_edges():
+    model = toy_model()
+    with pytest.raises(TypeError, match="no read and write vectors"):
+        unit_graph(model, {"blocks.0.mlp": _Pair()}, ["blocks.0.mlp/1"])
+
+
+class _Pair:
+    reads, writes = "input", "output"
+
+    def encode(self, x):
+        return x
+
+    def decode(self, z):
+        return z
