@@ -12,7 +12,7 @@
 4. With `--split`: where the dense forward's time goes, by operation.
 5. With `--kernels` instead: the sparse kernel beside the dense one, the table in `swd_lens.units.kernels`.
 
-Absolute times depend on the machine; start with GOMP_SPINCOUNT=1000 when it is shared (GUIDE.md, "Good to know").
+Absolute times depend on the machine; start with GOMP_SPINCOUNT=1000 when it is shared (docs, "Good to know").
 """
 
 import argparse

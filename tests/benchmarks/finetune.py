@@ -9,7 +9,7 @@
 3. CE delta and KL on test text before and after; recovered = 1 - after / before. The standard error is that of the mean over
    rows of (CE after - CE dense), divided by the CE delta before.
 
-Absolute times depend on the machine; start with GOMP_SPINCOUNT=1000 when it is shared (GUIDE.md, "Good to know").
+Absolute times depend on the machine; start with GOMP_SPINCOUNT=1000 when it is shared (docs, "Good to know").
 """
 
 import argparse

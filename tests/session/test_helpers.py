@@ -4,7 +4,7 @@
    read @ write. The attached host computes what the twin does, so what is right or corrected agrees with it.
 2. `REFUSED` has those that must not run, `STORED` those that show the dense host's own weights, as its state_dict does.
 3. Every public name of ActivationCache, HookedTransformer and TransformerBridge (3.9) is in one of these, or in `APART`, which
-   has no forward and no attached weight in it; and GUIDE.md's table names those that a user would ask about.
+   has no forward and no attached weight in it; and the table of how-to/attach.md names those that a user would ask about.
 """
 
 import copy
@@ -414,7 +414,7 @@ def test_every_public_name_is_in_the_list():
 
 
 def test_the_guides_table_has_every_helper_of_a_cache_and_each_that_is_refused():
-    guide = (Path(swd.__file__).parent / "GUIDE.md").read_text(encoding="utf-8")
+    guide = (Path(swd.__file__).parent / "docs" / "pages" / "how-to" / "attach.md").read_text(encoding="utf-8")
     table = guide[guide.index("| TransformerLens' helper |") :].partition("\n\n")[0]
     rows = [line.split("|")[1:4] for line in table.splitlines()[2:]]
     verdicts = {name: row[1].strip() for row in rows for name in re.findall(r"`(\w+)`", row[0])}

@@ -1,0 +1,115 @@
+"""Hooks of the documentation site (mkdocs.yml): pages that are made of the package itself.
+
+1. One reference page for each public name of swd_lens, from its docstring; the build ends where a public function has no
+   docstring, or one that raises has no "Raises:".
+2. Pages that live elsewhere in the repository: MODELS.md, CHANGELOG.md, RESULTS.md. Links out of them lead to the repository.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+PACKAGE = Path(__file__).parents[1]
+REPOSITORY = "https://github.com/swd-lens/swd_lens/blob/main"
+COPIED = {
+    "models.md": PACKAGE / "MODELS.md",
+    "changelog.md": PACKAGE / "CHANGELOG.md",
+    "results.md": PACKAGE.parent / "tests" / "benchmarks" / "RESULTS.md",
+}
+GROUPS = {"PUBLIC": "The calls", "ALIASES": "Further calls", "TYPES": "Results", "ERRORS": "Errors and warnings"}
+SPACES = "Namespaces"
+
+
+def public_names() -> dict[str, dict[str, str]]:
+    """Group -> name -> module that defines it, read from swd_lens/__init__.py without importing it."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    groups, spaces = {}, {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in GROUPS:
+            groups[node.targets[0].id] = ast.literal_eval(node.value)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NAMESPACES":
+            spaces = ast.literal_eval(node.value)
+    groups["PUBLIC"].pop("__version__", None)
+    known = {name for homes in groups.values() for name in homes}
+    own = {name: home for space in spaces.values() for name, home in _names_of(space).items() if name not in known}
+    return {**groups, SPACES: own}
+
+
+def _names_of(space: str) -> dict[str, str]:
+    """Name -> module that defines it, of the public names that a namespace imports."""
+    tree = ast.parse(source_of(space).read_text(encoding="utf-8"))
+    names = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("swd_lens."):
+            names |= {alias.name: node.module.removeprefix("swd_lens.") for alias in node.names}
+    return names
+
+
+def source_of(home: str) -> Path:
+    path = PACKAGE / home.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def require_documented(home: str, name: str) -> None:
+    """End the build where a public name has no docstring, or a function that raises does not say so."""
+    for node in ast.parse(source_of(home).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            text = ast.get_docstring(node) or ""
+            raises = isinstance(node, ast.FunctionDef) and any(isinstance(each, ast.Raise) for each in ast.walk(node))
+            if not text:
+                raise PluginError(f"{home}.{name} is public and has no docstring")
+            if raises and "Raises:" not in text:
+                raise PluginError(f"{home}.{name} raises and its docstring has no 'Raises:'")
+
+
+def reference_pages() -> dict[str, str]:
+    """Path of a page -> its text: one for each call and result, one for all errors, and a list."""
+    pages, lines = {}, ["# Reference", "", "Every public name, as its docstring says it.", ""]
+    for group, homes in public_names().items():
+        lines += [f"## {GROUPS.get(group, group)}", ""]
+        for name, home in sorted(homes.items(), key=lambda item: item[0].lower()):
+            require_documented(home, name)
+            page = "errors" if group == "ERRORS" else name
+            lines.append(f"- [`{name}`]({page}.md)")
+            pages.setdefault(f"reference/{page}.md", f"# {'Errors and warnings' if page == 'errors' else name}\n")
+            pages[f"reference/{page}.md"] += f"\n::: swd_lens.{home}.{name}\n"
+        lines.append("")
+    return {"reference/index.md": "\n".join(lines), **pages}
+
+
+def copied_page(source: Path) -> str:
+    """The text of a document of the repository, with links that work on the site."""
+    folder = source.parent.relative_to(PACKAGE.parent)
+
+    def elsewhere(match: re.Match[str]) -> str:
+        target = match[1]
+        if "://" in target or target.startswith("#"):
+            return match[0]
+        for page, document in COPIED.items():
+            if target.partition("#")[0].endswith(document.name):
+                return f"]({page}{target[target.find('#') :] if '#' in target else ''})"
+        path = (PACKAGE.parent / folder / target).resolve().relative_to(PACKAGE.parent.resolve())
+        return f"]({REPOSITORY}/{path})"
+
+    return re.sub(r"\]\(([^)\s]+)\)", elsewhere, source.read_text(encoding="utf-8"))
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    pages = {**reference_pages(), **{page: copied_page(source) for page, source in COPIED.items()}}
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the reference pages where the navigation says "reference/"."""
+    names = list(reference_pages())
+    config.nav = [
+        {"Reference": names} if isinstance(item, dict) and item.get("Reference") == "reference/" else item
+        for item in config.nav or []
+    ]
+    return config
