@@ -43,7 +43,6 @@ from swd_lens.units.folders import load_coders
 from swd_lens.units.unit_set import as_units
 from tests import families
 from tests.micro import random_split, random_tokens, toy_model
-from tests.units.test_sources import Coder, answering
 
 READS, SITE, OTHER, QKV = "blocks.0.mlp_in", "blocks.0.mlp_out", "blocks.1.mlp_out", "blocks.0.attn_qkv"
 ROW, EYE = [9, 11, 8, 12, 10], torch.eye(8)
@@ -202,7 +201,8 @@ def efficiency(method: Any, site: str = SITE) -> Any:
 # ---------------------------------------------------------------------------------------------- the cases
 
 NAN, FRESH = float("nan"), lambda change: changed(families.bridge("gpt2"), change)
-PAIR, HUGE = Coder(torch.ones(64, 16), torch.ones(16, 16)), Factors(torch.full((64, 2), 3e38), torch.ones(2, 16))
+PAIR = SimpleNamespace(encode=lambda x: x @ torch.ones(64, 16), decode=lambda z: z @ torch.ones(16, 16))
+HUGE = Factors(torch.full((64, 2), 3e38), torch.ones(2, 16))
 INFINITE = SimpleNamespace(read=torch.ones(3, 4) / 0, write=torch.ones(4, 2))
 PQ = swd.QKPair(0, 0, 1, 2)
 HOST, TOKEN, UNIT, QK = errors.UnsupportedHostError, errors.TokenError, errors.UnitSourceError, errors.QKError
@@ -263,8 +263,8 @@ CASES: list[tuple[Callable[[Path], Any], type[Exception], str]] = [
     (lambda _: svd()[3], KeyError, "3 is no key of a FactorSet"),  # type: ignore[call-overload]
     (lambda f: [svd().save(f), next(f.glob("*.safetensors")).unlink(), FactorSet.load(f)], errors.FactorFileError, "is missing"),
     (lambda _: [swd.attach(m := families.bridge("gpt2"), svd()), swd.attach(m, svd())], errors.AttachError, "attached already"),
-    (lambda _: swd.attach(host(), {SITE: Coder}), TypeError, "is no unit source"),
-    (lambda _: swd.attach(host(), {SITE: answering(encode=lambda x: (x, x))}), UNIT, "gave a tuple"),
+    (lambda _: swd.attach(host(), {SITE: Factors}), TypeError, "is no unit source"),
+    (lambda _: swd.attach(host(), {SITE: SimpleNamespace(encode=lambda x: (x, x), decode=PAIR.decode)}), UNIT, "gave a tuple"),
     (lambda _: as_units(INFINITE, Site(1, "mlp_out", 3, 2)), UNIT, "hold values that are not finite"),
     (lambda f: load_coders(f / "nothing"), FileNotFoundError, "there is no"),
     (gone_round, errors.SiteDidNotRunWarning, "attached, but did not run"),
@@ -280,10 +280,10 @@ CASES: list[tuple[Callable[[Path], Any], type[Exception], str]] = [
     (lambda _: writers(torch.zeros(2)), UNIT, "a direction is a finite (d_model,) vector that is not zero"),
     (lambda _: writers(torch.ones(7)), UNIT, "the direction has 7 entries"),
     (lambda _: writers(3.5), UNIT, "3.5 is no direction"),
-    (lambda _: writers(" she"), UNIT, "is of tokens; say whose"),
+    (lambda _: writers(" she"), UNIT, "factors.writers(' she', model)"),
     # training
-    (lambda _: trained(tokens_per_step=50), errors.TrainError, "no multiple of the rows' 12 tokens; take 48"),
-    (lambda _: trained(tokens_per_step=120, n_tokens=240), errors.TrainError, "tokens has 8 rows of 12 tokens"),
+    (lambda _: trained(tokens_per_step=50), errors.TrainError, "tokens_per_step=50"),
+    (lambda _: trained(tokens_per_step=120, n_tokens=240), errors.TrainError, "tokens_per_step=120"),
     (lambda _: trained(keep=[48, 200]), errors.TrainError, "not 200"),
     (lambda _: trained().at(50), errors.TrainError, "no weights were kept at 50 tokens"),
     (lambda f: [trained(out=f), trained(out=f, l1=1.0)], errors.ResumeError, "l1 5e-05 then, 1.0 now"),
@@ -335,7 +335,7 @@ CASES: list[tuple[Callable[[Path], Any], type[Exception], str]] = [
     (lambda _: efficiency(trained()).tokens_to_reach(0.1, "CE"), ValueError, "metric"),
     (lambda _: swd.replace_model(host(), SITE, heldout=tokens(), budgets="equal"), ValueError, "budgets"),
     (lambda _: swd.generate(host(), svd(), []), TOKEN, "no prompts to continue"),
-    (lambda f: swd.study.save_checkpoint(host(), {SITE: Coder()}, f), UNIT, "a checkpoint holds matrices"),
+    (lambda f: swd.study.save_checkpoint(host(), {SITE: PAIR}, f), UNIT, "a checkpoint holds matrices"),
     (lambda f: swd.study.save_checkpoint(toy(), toy_svd(), f), HOST, "give source="),
     (lambda f: swd.study.save_checkpoint(m := FRESH(lambda m: m.blocks[0].mlp.out.original_component.weight.mul_(2)),
                                          baselines.svd(m, SITE), f), HOST, "is no matrix of the checkpoint"),
