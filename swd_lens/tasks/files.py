@@ -146,7 +146,7 @@ def _line_example(record: dict[str, Any], where: str, path: Path, inclusive: boo
                 f"{where}: {quoted(field)} must be a string or a list of strings, got {quoted(record[field])}"
             )
         sides.append(tuple(texts))
-    return TaskExample(prompt, *sides, corrupt, {"file": path.name})
+    return TaskExample(prompt, sides[0], sides[1], corrupt, {"file": path.name})
 
 
 # ---------------------------------------------------------------------------------------------- Edge-Pruning

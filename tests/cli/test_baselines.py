@@ -90,11 +90,8 @@ def test_a_sparse_model_is_pretrained_in_the_shape_of_a_host(tmp_path, default_m
         (["--site", "mlp_out"], "'mlp_out' names 4 sites"),
         (["--set", "width=many"], "width='many': give a number of units"),
         (["--set", "learning_rate=-1"], "learning_rate=-1: give a finite number above 0"),
-        (["--set", "tokens_per_step=100"], "tokens_per_step=100 is no multiple of the rows' 128 tokens"),
-        (
-            ["--set", "tokens_per_step=8192"],
-            "tokens has 16 rows of 128 tokens, a step of tokens_per_step=8192 takes 64",
-        ),
+        (["--set", "tokens_per_step=100"], "tokens_per_step=100 cannot be made of these 16 rows of 128 tokens"),
+        (["--set", "tokens_per_step=8192"], "tokens_per_step=8192 cannot be made of these 16 rows of 128 tokens"),
         (["--text", "missing.txt"], "missing.txt"),
     ],
 )
