@@ -128,7 +128,7 @@ class InterventionRunner:
             how = {True: "with", False: "without"}
             raise ValueError(
                 f"the scores are of prompts {how[bool(scored)]} BOS, the {split.name} prompts of {quoted(split.task)} are "
-                f"{how[bool(split.prepend_bos)]}: their means do not fit; load both with the same prepend_bos"
+                f"{how[bool(split.prepend_bos)]} BOS: their means do not fit; load both with the same prepend_bos"
             )
         self.host, self.attachment, self.split = host, attachment, split
         self.batch_size, self.tokens_per_forward = batch_size, tokens_per_forward

@@ -32,8 +32,9 @@ def test_ties_go_by_site_then_unit():
 
 def test_the_best_units_are_shown(model, every):
     scores = attribute(model, every, SPLIT)
-    top = scores.top(3)
-    assert top["unit"].tolist() == [f"{site}/{unit}" for site, unit in scores.ranking()[:3]]
+    top = scores.top(scores.n_units)  # among them units of sites with heads
+    assert top["unit"].tolist() == [f"{site}/{unit}" for site, unit in scores.ranking()]
+    assert scores.top(3)["unit"].tolist() == top["unit"].tolist()[:3]
     assert list(top) == ["unit", "head", "head share", "score", "mean z"] and top["score"].is_monotonic_decreasing
     (ax,) = scores.plot().axes
     assert float(ax.lines[1].get_ydata()[0]) == top["score"][0] and "top(n)" in scores._repr_html_()
