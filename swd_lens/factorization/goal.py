@@ -317,8 +317,8 @@ class GoalSearch:
             write_sealed(self.folder / _FILE, {"asked": self.asked, "trials": self.trials})
 
     def saved(self, chosen: Mapping[str, Any], factors: FactorSet | None) -> FactorSet:
-        """Make the set that was found, with what was tried in its provenance. A folder then holds it, and loses the factors of
-        all trials; their measurements stay, so that the same call finds its way at once."""
+        """Make the set that was found, with what was tried in its provenance. A folder then holds it, without the factors of
+        the trials; their measurements stay, so that the same call finds its way at once."""
         if factors is None:
             path, s = chosen["method"], chosen["s"]
             # Where no trials lie, an earlier call has finished: what the folder holds is the answer.
