@@ -62,7 +62,7 @@ async function probe(frame) {
     for (const one of all("svg, canvas, img, [role='img']")) {
       const drawnPart = one.closest("svg") !== null && one.closest("svg") !== one;
       const hidden = one.closest("[aria-hidden='true']") !== null;
-      need(drawnPart || hidden || named(one), `no text alternative: ${tell(one)}`);
+      need(drawnPart || hidden || one.alt || named(one), `no text alternative: ${tell(one)}`);
     }
     for (const one of all("a[href], button, summary, input, select, [role='button'], [role='region'], [tabindex='0']")) {
       need(named(one), `no name: ${tell(one)}`);

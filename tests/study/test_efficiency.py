@@ -47,7 +47,7 @@ def test_what_is_zero_lies_on_the_lower_edge_of_a_log_axis():
     assert np.asarray(ax.lines[0].get_ydata()).tolist() == [0.5, 0.02, 0.01] and ax.get_ylim()[0] == 0.01
 
 
-def test_files_that_are_none(found, tmp_path):
+def test_files_that_are_none(tmp_path):
     path = tmp_path / "efficiency.json"
     nan = DataEfficiency(points("a", float("nan")), {"site": SITE})
     nan.save(path)
