@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swd_lens.base.errors import UnsupportedHostError
-from swd_lens.base.interrupts import Step
+from swd_lens.base.undo import Undo
 from swd_lens.hosts import host_of
 from swd_lens.hosts.weights import stored_matrix
 from tests import families
@@ -18,10 +18,9 @@ def test_what_rewrites_weights_is_refused_while_guarded(kind, family):
     host = host_of(getattr(families, kind)(family))
     model, state = host.model, host.model.state_dict()
     before = sorted(vars(model))
-    undos: list[Step] = []
-    for _ in range(2):
-        host.guard("while units are attached", undos.append)
-    undo, nested = undos
+    outer, nested = Undo(), Undo()
+    for undo in (outer, nested):
+        host.guard("while units are attached", undo.push)
     methods = (
         ("process_weights", "enable_compatibility_mode")
         if kind == "bridge"
@@ -34,11 +33,11 @@ def test_what_rewrites_weights_is_refused_while_guarded(kind, family):
     ):
         with pytest.raises(RuntimeError, match="while units are attached"):
             call()
-    nested()
-    nested()
+    nested.run()
+    nested.run()
     with pytest.raises(RuntimeError, match="while units are attached"):
         getattr(model, methods[0])()
-    undo()
+    outer.run()
     assert sorted(vars(model)) == before
     model.load_state_dict(state)
 
