@@ -154,7 +154,9 @@ def _hooked_heads(host: Host, layer: int, attn: Any, positions: Positions) -> He
     query_bias, key_bias = (matrices(attn, part)[1].detach().float() for part in "QK")
     n_heads, n_key_heads, scale = len(query_bias), len(key_bias), 1 / float(attn.attn_scale)
     return Heads(
-        *(layer, n_heads, n_key_heads, int(cfg.d_head), scale, positions, query_bias, key_bias, *norms),
+        *(layer, n_heads, n_key_heads, int(cfg.d_head), scale, positions, query_bias, key_bias),
+        query_norm=norms[0],
+        key_norm=norms[1],
         slopes=attn.create_alibi_multipliers(cfg.n_heads).to(query_bias) if positions == "alibi" else None,
         soft_cap=facts_of(host.model).score_cap,
     )
@@ -189,8 +191,9 @@ def _bridge_heads(host: Host, layer: int, attn: Any, positions: Positions) -> He
             "one norm over all heads": any(n is not None and n.weight.shape != (d_head,) for n in norms),
         },
     )
-    biases = []
-    for leaf in (leaves["attn_q"], leaves["attn_k"]):
+    biases, parts = [], (leaves["attn_q"], leaves["attn_k"])
+    leaf: Any
+    for leaf in parts:
         weight = matrix(leaf).detach()
         bias = weight.new_zeros(weight.shape[1]) if leaf.bias is None else leaf.bias.detach()
         biases.append(bias.float().view(-1, d_head))
@@ -201,7 +204,9 @@ def _bridge_heads(host: Host, layer: int, attn: Any, positions: Positions) -> He
     elif scored.scaled_by_layer and getattr(cfg, "scale_attn_by_inverse_layer_idx", False):
         scale /= layer + 1
     return Heads(
-        *(layer, len(query_bias), len(key_bias), d_head, scale, positions, query_bias, key_bias, *norms),
+        *(layer, len(query_bias), len(key_bias), d_head, scale, positions, query_bias, key_bias),
+        query_norm=norms[0],
+        key_norm=norms[1],
         soft_cap=None if cap is None else float(cap),
     )
 

@@ -84,6 +84,7 @@ class Host(Protocol):
 
     def blocks(self) -> tuple[BlockShapes, ...]:
         """The matrices of each block, read off the model as it is now."""
+        ...
 
     def sites(self) -> list[Site]:
         """Every factorizable matrix once, in execution order; no two overlap."""
@@ -100,16 +101,20 @@ class Host(Protocol):
         Raises:
             UnsupportedHostError: the site is a whole MLP.
         """
+        ...
 
     def stored_parameters(self, site: Site) -> list[tuple[Mapping[str, Any], str]]:
         """Where the parameters that make up the site's matrix are kept: (a module's `_parameters`, name); those of q, k and v
         for a packed site, those of all its matrices for a whole MLP."""
+        ...
 
     def stores_transposed(self, site: Site) -> bool:
         """Whether the matrix of an mlp_out or attn_o site is kept as (d_out, d_in)."""
+        ...
 
     def affine(self, site: Site) -> Affine | None:
         """Scale and shift in the site's input that weight processing can fold away; None where it has none to fold."""
+        ...
 
     def norm_before(self, site: Site) -> Affine | None:
         """Scale and shift of the norm through which the site reads the residual stream; neither where it reads the stream itself.
@@ -117,13 +122,16 @@ class Host(Protocol):
         None where that is not known, and for sites that read something else. Whatever else a block does (RWKV mixes positions)
         is not considered.
         """
+        ...
 
     def norm_behind(self, site: Site) -> nn.Module | None:
         """The norm between the site's output and the residual stream (Gemma 2 and 3, OLMo 2, BERT); None where there is none."""
+        ...
 
     def processing(self) -> dict[str, bool]:
         """Which weight processing the weights bear: fold_ln, center_writing_weights, fold_value_biases (True, too, where there
         are none), and compatibility_mode of a bridge."""
+        ...
 
     @contextmanager
     def inputs(self, sites: Iterable[Site], use: Use) -> Iterator[None]:
@@ -143,15 +151,19 @@ class Host(Protocol):
 
     def watch_input(self, site: Site, use: Use, register: Register) -> None:
         """Have forwards call use(site, h) until the undo; see `inputs`."""
+        ...
 
     def watch_output(self, site: Site, use: Use, register: Register) -> None:
         """Have forwards call use(site, y) until the undo; see `outputs`."""
+        ...
 
     def run(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
         """Logits of whole rows, none of them padded."""
+        ...
 
     def run_blocks(self, tokens: Int[Tensor, "batch pos"], n_blocks: int, start: Start | None = None) -> None:
         """Run blocks 0 .. n_blocks - 1 only, for what hooks see there; with a start from its block on."""
+        ...
 
     def freeze_prefix(self, tokens: Int[Tensor, "batch pos"], begun: Begun | None = None) -> Any:
         """Run all positions but the last (no gradient) and keep what later positions need of them.
@@ -161,16 +173,19 @@ class Host(Protocol):
         Args:
             begun: go on from there; the prefix is for runs that start at its block or later.
         """
+        ...
 
     def begin(self, tokens: Int[Tensor, "batch pos"], layer: int) -> Begun | None:
         """Run the blocks before `layer` (no gradient), as `freeze_prefix` and then `residual` with that prefix would.
 
         Later blocks can then be run any number of times. None where there is no prefix.
         """
+        ...
 
     def repeat_prefix(self, prefix: Any, times: int, from_layer: int = 0) -> Any:
         """Repeat a prefix for `times` copies of the batch, one after the other, for runs that start at `from_layer` or later:
         what earlier layers keep is dropped."""
+        ...
 
     def residual(
         self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None, start: Start | None = None
@@ -186,6 +201,7 @@ class Host(Protocol):
         Raises:
             ValueError: the start lies behind `layer`, or before the layers that the prefix keeps.
         """
+        ...
 
     def last_logits(
         self,
@@ -207,6 +223,7 @@ class Host(Protocol):
                 there see it in two parts, all positions but the last and the last, or see the last one only. A host may
                 ignore it; without hooks in the last block the logits are the same.
         """
+        ...
 
     def unembed(
         self, tokens: Int[Tensor, "batch pos"], residual: Float[Tensor, "batch pos d_model"]
@@ -216,12 +233,15 @@ class Host(Protocol):
         Args:
             tokens: of these positions; only their number counts.
         """
+        ...
 
     def readout(self) -> tuple[Float[Tensor, " d_model"] | None, Float[Tensor, "d_model vocab"]]:
         """Weight of the final normalization (None: none, or folded) and the unembedding."""
+        ...
 
     def norm_affine(self, norm: nn.Module) -> Affine:
         """The vectors that a norm of this host multiplies by and adds; None where that is one or zero."""
+        ...
 
     def swap(self, site: Site, projection: nn.Module, hook: HookPoint, register: Register) -> None:
         """Run `projection(h, bias, dense)` in place of the dense product and mount `hook` at site.hook_name.
@@ -230,18 +250,22 @@ class Host(Protocol):
         factors never call. `register` is given the undo before anything is touched, so that no interruption finds the host
         half changed with nobody to mend it; the undo may be called more than once.
         """
+        ...
 
     def is_swapped(self, site: Site) -> bool:
         """Whether a projection is mounted at the site now."""
+        ...
 
     def fuse_attention(self, register: Register) -> bool:
         """Have the layers that can compute their attention fused until the undo; False where none can.
 
         Passes are made under `swd_lens.hosts.fused.fused_attention`, which verifies it.
         """
+        ...
 
     def guard(self, reason: str, register: Register) -> None:
         """Make every method that rewrites weights raise RuntimeError(reason), until the last registered undo is called."""
+        ...
 
 
 @runtime_checkable
@@ -250,6 +274,7 @@ class AttachmentGuard(Protocol):
 
     def at_call(self, host: Host) -> None:
         """Raise AttachError where it was changed."""
+        ...
 
 
 # In a model's own __dict__: its guards, see `swd_lens.hosts.weights.keep_watch`. A deep copy has copies of them.

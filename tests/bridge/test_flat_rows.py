@@ -13,7 +13,6 @@ from swd_lens import baselines
 from swd_lens.hosts import host_of
 from swd_lens.hosts.recording import record
 from tests import families
-from tests.analysis.audit_models import sparse_factors
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* calibration tokens for")  # few, to be quick
 TOKENS = families.some_tokens(3, 11)
@@ -89,25 +88,9 @@ def test_it_is_factorized_and_measured(model, calibrated):
         assert found.local_relmse[site.name] == pytest.approx(float(error), rel=1e-3)
 
 
-def test_a_bypassed_projection_hands_on_what_the_matrix_gives(model):
-    dense = logits_of(model)
-    with torch.no_grad(), swd.attach(model, baselines.svd(model, "mlp_*")) as attachment, attachment.dense():
-        assert torch.equal(model(TOKENS), dense)
-
-
 def test_a_single_token_and_generated_text(model):
     how = {"max_new_tokens": 6, "do_sample": False, "verbose": False, "stop_at_eos": False, "prepend_bos": True}
     dense, written = logits_of(model, TOKENS[:1, :1]), model.generate("The list is", **how)
     with torch.no_grad(), swd.attach(model, baselines.svd(model, "mlp_*")):
         assert (model(TOKENS[:1, :1]) - dense).abs().max() < 1e-5 * dense.abs().max()
         assert model.generate("The list is", **how) == written
-
-
-def test_it_is_audited_with_the_tokens_where_units_are_large(model):
-    factors = sparse_factors(model, "mlp_out", units=5)
-    found = swd.audit(model, factors, TOKENS, n=3, progress=False)
-    with torch.no_grad(), swd.attach(model, factors):
-        _, cache = model.run_with_cache(TOKENS)
-    for profile in found.profiles():
-        z = cache["blocks." + profile.site.split(".")[1] + ".hook_mlp_out_unit"][..., profile.index]
-        assert profile.peak == pytest.approx(float(z.abs().max()), rel=1e-4)

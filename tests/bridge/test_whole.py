@@ -57,7 +57,7 @@ def inputs(model, site, tokens) -> torch.Tensor:
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3_5"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3_5", "opt"])
 def test_bypassed_units_leave_the_dense_bridge(family):
     model, tokens = families.bridge(family), families.some_tokens()
     factors = swd.factorize(model, "all", **QUICK)

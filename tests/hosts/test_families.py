@@ -340,21 +340,6 @@ def test_the_host_is_restored_bit_for_bit_also_after_an_exception(kind, family):
 
 
 @every_host
-def test_rewriting_weights_is_refused_while_attached(kind, family):
-    model = shared(kind, family)
-    state = model.state_dict()
-    outer = swd.attach(model, svd_of(kind, family, "mlp_in"))
-    with swd.attach(model, svd_of(kind, family, "mlp_out")):
-        pass
-    process = model.process_weights if kind == "bridge" else model.process_weights_
-    for rewrite in (process, lambda: model.load_state_dict(state)):
-        with pytest.raises(RuntimeError, match="was called while units are attached: it rewrites weights"):
-            rewrite()
-    outer.detach()
-    model.load_state_dict(state)
-
-
-@every_host
 def test_a_site_that_does_not_run_is_reported(kind, family):
     model = shared(kind, family)
     site = find_sites(model, "mlp_out")[0]

@@ -6,34 +6,38 @@ import pytest
 import torch
 
 from swd_lens.base.errors import UnsupportedHostError
-from swd_lens.base.interrupts import Step
+from swd_lens.base.undo import Undo
 from swd_lens.hosts import host_of
 from swd_lens.hosts.weights import stored_matrix
 from tests import families
+from tests.hosts.test_families import HAS_HOOKED, HOSTS
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
-def test_what_rewrites_weights_is_refused_while_guarded(family):
-    host = host_of(families.bridge(family))
+@pytest.mark.parametrize(("kind", "family"), HOSTS)
+def test_what_rewrites_weights_is_refused_while_guarded(kind, family):
+    host = host_of(getattr(families, kind)(family))
     model, state = host.model, host.model.state_dict()
     before = sorted(vars(model))
-    undos: list[Step] = []
-    for _ in range(2):
-        host.guard("while units are attached", undos.append)
-    undo, nested = undos
+    outer, nested = Undo(), Undo()
+    for undo in (outer, nested):
+        host.guard("while units are attached", undo.push)
+    methods = (
+        ("process_weights", "enable_compatibility_mode")
+        if kind == "bridge"
+        else ("process_weights_", "fold_layer_norm", "center_writing_weights")
+    )
     for call in (
-        model.enable_compatibility_mode,
-        model.process_weights,
+        *(getattr(model, name) for name in methods),
         lambda: model.load_state_dict(state),
-        lambda: copy.deepcopy(model).process_weights(),
+        lambda: getattr(copy.deepcopy(model), methods[0])(),
     ):
         with pytest.raises(RuntimeError, match="while units are attached"):
             call()
-    nested()
-    nested()
+    nested.run()
+    nested.run()
     with pytest.raises(RuntimeError, match="while units are attached"):
-        model.process_weights()
-    undo()
+        getattr(model, methods[0])()
+    outer.run()
     assert sorted(vars(model)) == before
     model.load_state_dict(state)
 
@@ -44,7 +48,7 @@ def test_other_sites_are_not_written_to():
         stored_matrix(host, host.sites()[0])
 
 
-@pytest.mark.parametrize("kind", ["hooked", "bridge"])
+@pytest.mark.parametrize("kind", ["bridge", "hooked"][: 1 + HAS_HOOKED])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_stored_matrix_is_the_hosts_own(kind, family):
     host = host_of(getattr(families, kind)(family))
