@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+import swd_lens as swd
 from swd_lens.analysis.graph import UnitGraph, unit_graph
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Site

@@ -143,6 +143,7 @@ def test_odd_labels_are_seen(found):
 def test_labels_to_a_file_and_back(found, tmp_path):
     labels = UnitLabels.of(found.identities, {f"{SITE}/0": "naïve “ü”\n", f"{SITE}/1": {"label": "b", "author": "me"}})
     loaded = UnitLabels.load(labels.save(tmp_path / "labels.jsonl"))
+    assert not UnitLabels.load(UnitLabels({}).save(tmp_path / "none.jsonl"))
     assert dict(loaded) == dict(labels) and loaded.factors == labels.factors == {SITE: found.identities[SITE]}
     assert list(loaded.table()["label"]) == ["naïve “ü”", "b"] and "naïve" in repr(loaded)
     with_one_more = loaded | UnitLabels.of(found.identities, {f"{SITE}/1": "c"}, author="you")

@@ -10,7 +10,7 @@ import swd_lens as swd
 from swd_lens.analysis.graph import unit_graph
 from swd_lens.analysis.graph.features import FeatureNumbers, cantor
 from tests.analysis.audit_models import lettered, sparse_factors
-from tests.analysis.graph_checks import TOKENS, all_units, toy_graph
+from tests.analysis.graph_checks import TOKENS, all_units, exported_json, toy_graph
 from tests.analysis.viewer_rules import unpaired
 
 

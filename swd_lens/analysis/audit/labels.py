@@ -12,6 +12,7 @@ Labels never take part in a ranking (paper app. E.1).
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -136,6 +137,7 @@ class UnitLabels(_Base):
             | {"line": number, "lines": len(self.labels)}
             for number, (unit, label) in enumerate(self.labels.items(), 1)
         ]
+        lines = lines or [{"lines": 0}]  # an empty file would be a damaged one
         path = Path(path)
         write_text(path, "".join(map(sealed_line, lines)))
         return path
@@ -237,7 +239,9 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if not text.strip():
         raise ValueError(damaged(path, "labels", "it is empty"))
     unsealed = False
-    sealed: dict[int, set[int]] = {}  # lines of one file of ours -> which of them are there
+    sealed: dict[
+        int, Counter[int]
+    ] = {}  # lines of a file of ours -> how often each is there: files may be put together
     # By "\n" alone: U+2028 and its like stand unescaped within JSON strings, and splitlines would cut them there.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
@@ -258,18 +262,19 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     f'was written. Restore the file; if you changed it on purpose, remove its "{SEAL}" and load it again'
                 )
             place, n_lines = entry.get("line"), entry.get("lines")
+            if n_lines == 0:
+                continue
             if type(place) is int and type(n_lines) is int:
-                sealed.setdefault(n_lines, set()).add(place)
+                sealed.setdefault(n_lines, Counter())[place] += 1
         else:
             unsealed |= bool(entry.get("factors"))
         yield number, entry
     for n_lines, there in sealed.items():
-        if len(there) < n_lines:
-            first = next(line for line in range(1, n_lines + 1) if line not in there)
+        if missing := [line for line in range(1, n_lines + 1) if there[line] < max(there.values())]:
             raise ValueError(
-                f"{legible(path)} holds {len(there)} of the {n_lines} lines that were written; line {first} is the first that "
-                'is missing. Restore the file; if you took lines out on purpose, remove "sha256" from the others and '
-                "load it again"
+                f"{legible(path)} holds {n_lines - len(missing)} of the {n_lines} lines that were written; line {missing[0]} is "
+                "the first that is missing. Restore the file; if you took lines out on purpose, remove "
+                '"sha256" from the others and load it again'
             )
     if unsealed:
         warn_of_missing_seal(path)
