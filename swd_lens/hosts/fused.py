@@ -17,6 +17,7 @@ compute their weighted sums by `torch.nn.functional.scaled_dot_product_attention
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -32,6 +33,7 @@ from swd_lens.hosts.host import Host
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.verified import verified
 
+AGREES = 1e-5  # of the largest logit: trainings and Grams go this way, which compare runs of hours
 MIN_SCORES = 2**18  # n_heads x positions^2: 171 positions of nine heads
 _CHECKED_SCORES = 2**24  # of the row that is run both ways: 1,365 positions of nine heads
 _CHECKED_POSITIONS = 64  # whose logits are compared, the last ones
@@ -80,7 +82,8 @@ def _fuses(host: Host, tokens: Tensor, undo: Undo) -> bool:
                 undo.run()  # and the host is plain again
 
         with torch.no_grad():
-            if not verified(fused, lambda: _last_logits(host, few), shortcut="fused attention"):
+            plain = partial(_last_logits, host, few)
+            if not verified(fused, plain, shortcut="fused attention", rounded=False, tolerance=AGREES):
                 return False
         if not standing_hooks(host.model):  # a layer that somebody looked into was not fused
             agreed[dtype] = few.shape[1]

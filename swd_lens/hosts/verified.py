@@ -26,6 +26,7 @@ def verified(
     shortcut: Any = None,
     rounded: bool = True,
     within: Tensor | float = math.inf,
+    tolerance: float = AGREES,
 ) -> bool:
     """Whether a run that leaves something out gives the logits of a plain one; infinite and NaN ones in the same places, which
     are for whoever measures them to refuse.
@@ -36,6 +37,7 @@ def verified(
         shortcut: what is left out, for the warning; None: nobody is warned.
         rounded: logits may also differ by what the dtype of the plain ones rounds off.
         within: logits that they may differ by at most, besides.
+        tolerance: how far they may differ, of the largest logit.
 
     Raises:
         MemoryError, RuntimeError: there is no memory for the fast run, which says nothing of the host.
@@ -58,7 +60,7 @@ def verified(
     plain = plain if isinstance(plain, Tensor) else plain()
     agrees, finite = False, plain.isfinite()
     if torch.equal(finite, shortened.isfinite()):
-        tolerance = max(AGREES, 8 * torch.finfo(plain.dtype).eps) if rounded else AGREES
+        tolerance = max(tolerance, 8 * torch.finfo(plain.dtype).eps) if rounded else tolerance
         apart = (shortened.float() - plain.float())[finite].abs()
         agrees = not apart.numel() or bool(
             apart.max() <= tolerance * plain[finite].abs().max() and apart.max() <= within
