@@ -92,3 +92,9 @@ def test_comparison_on_a_bridge(model):
     trained = found[found["method"] == "lora"]
     assert trained["margin change"].tolist() == pytest.approx([-0.05, 0.05], abs=0.01)
     assert len(found) == 8 and (found["KL other prompts"] > 0).all()
+
+
+def test_other_sites_are_not_written_to():
+    host = host_of(families.bridge("gpt2"))
+    with pytest.raises(UnsupportedHostError, match=r"blocks\.0\.attn_qkv is not kept as one matrix to write to"):
+        stored_matrix(host, host.sites()[0])

@@ -64,3 +64,11 @@ def test_compatibility_mode_without_processing_changes_nothing():
     named.enable_compatibility_mode(no_processing=True)
     factors = swd.factorize(raw, "all", sparsity=0.4, outer_iterations=3, progress=False)
     assert_same(seen(raw, factors), seen(named, factors))
+
+
+def test_rewriting_weights_is_refused_while_attached(hosts):
+    raw, _, factors = hosts
+    with swd.attach(raw, factors):
+        for rewrite in (raw.enable_compatibility_mode, raw.process_weights):
+            with pytest.raises(RuntimeError, match="was called while units are attached"):
+                rewrite()

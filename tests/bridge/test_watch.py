@@ -71,6 +71,22 @@ def test_the_whole_of_a_host_s_part_is_loaded_anew():
             bridge(TOKENS)
 
 
+@pytest.mark.parametrize("which", ["read", "write"])
+@pytest.mark.parametrize("edit", FACTOR_SEEN_BY_VERSION | FACTOR_SEEN_BY_VALUE)
+def test_changed_factors_are_noticed(edit, which):
+    bridge = families.bridge("gpt2")
+    factors, site = random_factors(bridge), "blocks.1.mlp_in"
+    with attach(bridge, factors):
+        (FACTOR_SEEN_BY_VERSION | FACTOR_SEEN_BY_VALUE)[edit](getattr(factors[site], which))
+        if edit in FACTOR_SEEN_BY_VERSION:
+            with pytest.raises(AttachError, match=FACTORS.format(site)):
+                bridge(TOKENS)
+        with pytest.raises(AttachError, match=FACTORS.format(site)):
+            swd.find_sites(bridge)
+    with pytest.raises(AttachError, match=FACTORS.format(site)):
+        attach(bridge, factors)
+
+
 def test_a_half_precision_host_watches_the_factors_and_not_its_copy_of_them():
     bridge = families.bridge("gpt2").to(torch.bfloat16)
     factors = random_factors(bridge)
@@ -91,3 +107,23 @@ def test_a_deep_copy_watches_its_own():
         with pytest.raises(AttachError, match=WEIGHT.format("blocks.1.mlp_out")):
             other(TOKENS)
         bridge(TOKENS)
+
+
+def by_torch(model):
+    torch.save(model, io.BytesIO())
+
+
+@pytest.mark.parametrize("send", [pickle.dumps, lambda model: pickle.dumps(model, 0), by_torch, ForkingPickler.dumps])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_an_attached_bridge_is_not_pickled_and_says_what_to_do(family, send):
+    bridge = families.bridge(family)
+    with (
+        attach(bridge, random_factors(bridge)),
+        torch.no_grad(),
+    ):  # a bridge cannot be copied after a forward with gradients
+        attached, twin = bridge(TOKENS), copy.deepcopy(bridge)
+        for host in (bridge, twin):
+            with pytest.raises(AttachError, match=r"Save the factors .* and attach there"):
+                send(host)
+        assert torch.equal(twin(TOKENS), attached) and twin.__dict__["__reduce_ex__"].model is twin
+    assert "__reduce_ex__" not in bridge.__dict__

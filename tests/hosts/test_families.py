@@ -61,15 +61,6 @@ def apart_or_packed(model):
     return sorted({site.kind for site in host_of(model).alternatives()} - {"mlp"})
 
 
-@every_host
-def test_a_folder_computes_what_transformers_computes(kind, family):
-    model = shared(kind, family)
-    with torch.no_grad():
-        assert relative(model(TOKENS), families.reference(family)(TOKENS).logits) < 1e-5
-    assert type(model).__name__ == ("HookedTransformer" if kind == "hooked" else "TransformerBridge")
-    assert not model.training and model.cfg.model_name == families.checkpoint(family).name  # and not where the folder lies
-
-
 # ---------------------------------------------------------------------------------------------- exact factors
 
 

@@ -1,16 +1,7 @@
-"""load_host: which kind of host a name gets; what is refused, and how. That folders compute what transformers does: test_families.py.
-"""
+"""load_host: local folders compute what transformers computes; which kind of host a name gets; what is refused, and how.
 
-import json
-import shutil
-from pathlib import Path
-import pytest
-import torch
-import transformers
-from safetensors.torch import load_file, save_file
-import swd_lens as swd
-from swd_lens.hosts import adapters
-from tests import families
+Bridges of every family: tests/bridge/test_load.py, which also runs on transformer_lens 4.x.
+"""
 
 import pytest
 import torch
@@ -21,6 +12,16 @@ from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.load import load_host
 from tests import families
+
+
+@pytest.mark.parametrize("family", families.HOOKED)
+def test_a_folder_as_a_hooked_transformer_computes_what_transformers_computes(family):
+    tokens, model = families.some_tokens(), families.hooked(family)
+    with torch.no_grad():
+        expected, found = families.reference(family)(tokens).logits, model(tokens)
+    assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    assert type(model).__name__ == "HookedTransformer" and not model.training
+    assert model.cfg.model_name == families.checkpoint(family).name
 
 
 def test_auto_takes_a_hooked_transformer_where_it_knows_the_architecture_and_else_a_bridge():
@@ -63,7 +64,7 @@ def test_a_folder_that_is_no_checkpoint_and_a_kind_that_there_is_not(tmp_path):
     for kind in ("auto", "hooked", "bridge"):
         with pytest.raises(ValueError, match=r"has no config\.json; give a Hugging Face checkpoint folder"):
             load_host(str(tmp_path), kind)
-    with pytest.raises(ValueError, match="kind must be one of 'auto', 'hooked', 'bridge', got 'transformer'"):
+    with pytest.raises(ValueError, match="a host's kind must be one of auto, hooked, bridge; got 'transformer'"):
         load_host(str(tmp_path), kind="transformer")
 
 
@@ -90,12 +91,33 @@ def test_a_host_laid_over_devices_is_a_bridge():
         load_host(folder, dtype="int8")
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("kind", ["hooked", "bridge"])
-def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_name(llama_folder, kind, check):
-    """transformers would draw it at random, another one at each load."""
-    up, weights = "model.layers.1.mlp.up_proj.weight", load_file(llama_folder / "model.safetensors")
-    del weights[up]
-    save_file(weights, llama_folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"llama lacks 1 tensors of its architecture.*{up}"):
-        load_host(str(llama_folder), kind, check=check)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", families.HOOKED)
+def test_weights_lie_as_the_forward_reads_them_and_give_the_same_bits(family, dtype):
+    model, plain = (load_host(str(families.checkpoint(family)), kind="hooked", dtype=dtype) for _ in range(2))
+    moved = set()
+    for (name, parameter), of_plain in zip(model.named_parameters(), plain.parameters(), strict=True):
+        of_plain.data = of_plain.data.contiguous()  # as TransformerLens keeps it
+        assert torch.equal(parameter, of_plain)
+        if parameter.stride() != of_plain.stride():
+            moved.add(name.rpartition(".")[2])
+    gated = {"W_gate", "W_in", "W_out"} if model.cfg.gated_mlp else set()
+    grouped = {"_W_K", "_W_V"} if model.cfg.n_key_value_heads else {"W_K", "W_V"}
+    assert moved == {"W_Q", "W_O", "W_U"} | grouped | gated
+    tokens = families.some_tokens()
+    for n_rows in (1, 2):
+        assert torch.equal(model(tokens[:n_rows]), plain(tokens[:n_rows]))
+    assert host_fingerprint(model, model.cfg) == host_fingerprint(plain, plain.cfg)
+    assert all(torch.equal(host_of(model).weight(site), host_of(plain).weight(site)) for site in find_sites(model))
+
+
+def test_a_forward_copies_no_matrix():
+    model = families.hooked("llama")
+    shapes = {tuple(p.shape) for p in [*model.blocks.parameters(), model.unembed.W_U] if p.ndim > 1}
+    transposed = {(*shape[:-2], shape[-1], shape[-2]) for shape in shapes}
+    of_outputs = {(shape[2], shape[0] * shape[1]) for shape in shapes if len(shape) == 3}  # W_O
+    # Seven rows of eleven positions: no activation has the shape of a matrix.
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+        model(families.some_tokens(7, 11))
+    copied = {tuple(event.input_shapes[0]) for event in seen.events() or () if event.name == "aten::copy_"}
+    assert copied and not (shapes | transposed | of_outputs) & copied

@@ -13,7 +13,7 @@ from swd_lens.hosts.embedded import WEIGHTS
 from swd_lens.hosts.embedded.corpus import load_tokenizer
 from swd_lens.hosts.load import load_host
 from tests import families
-from tests.hosts.bridge.conftest import close, fresh
+from tests.bridge.conftest import close, fresh
 
 _V2 = {"vocab_size": families.D_VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2}
 _V3 = {"vocab_size": families.D_VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -15,7 +15,7 @@ from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import Site
 from tests import families
-from tests.hosts.bridge.conftest import TOKENS, close, fresh, swap_dense
+from tests.bridge.conftest import TOKENS, close, fresh, swap_dense
 
 APART = {"attn_q": (16, 16), "attn_k": (16, 8), "attn_v": (16, 8), "attn_o": (16, 16)}
 WIDE = {"attn_q": (16, 32), "attn_k": (16, 16), "attn_v": (16, 16), "attn_o": (32, 16)}

@@ -6,7 +6,7 @@ import torch
 from swd_lens.hosts import Host
 from swd_lens.hosts.sites import Site
 from tests import families
-from tests.hosts.bridge.conftest import TOKENS, close, fresh, sites_with, swap_dense
+from tests.bridge.conftest import TOKENS, close, fresh, sites_with, swap_dense
 
 
 @pytest.mark.quick_cases(12)

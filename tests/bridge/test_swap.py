@@ -7,7 +7,7 @@ import torch
 
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.hosts import Undo, host_of
-from tests.hosts.bridge.conftest import TOKENS, DenseUnits, close, fresh, sites_with, snapshot, swap_dense, swap_in
+from tests.bridge.conftest import TOKENS, DenseUnits, close, fresh, sites_with, snapshot, swap_dense, swap_in
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -147,6 +147,59 @@ def test_the_bias_is_read_when_the_model_runs():
         assert close(edited, host.run(TOKENS))
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_train_mode_dtype_and_device_follow_the_host(training):
+    host = fresh("llama")
+    host.model.train(training)
+    undo = swap_dense(host, sites_with(host, packed=True))
+    assert {module.training for module in host.model.modules()} == {training}
+    host.model.to(torch.float64)
+    host.model.eval()
+    assert host.run(TOKENS).dtype == torch.float64
+    undo()
+    assert host.run(TOKENS).dtype == torch.float64
+    assert {p.dtype for p in host.model.parameters()} == {torch.float64}
+
+
+def test_a_deep_copy_is_attached_and_independent(host):
+    undo = swap_dense(host, sites_with(host, packed=True))
+    with torch.no_grad():
+        attached = host.run(TOKENS)
+        twin = host_of(copy.deepcopy(host.model))
+        assert torch.equal(twin.run(TOKENS), attached)
+        for name in [name for name in twin.model.hook_dict if name.endswith("_unit")]:
+            twin.model.add_hook(name, lambda z, hook: z * 0)
+        assert not close(twin.run(TOKENS), attached)
+        assert torch.equal(host.run(TOKENS), attached)
+    undo()
+    assert not any(host.is_swapped(site) for site in host.sites())
+    assert any(twin.is_swapped(site) for site in twin.sites())
+
+
+def test_what_rewrites_weights_is_refused_while_guarded(host):
+    model, state = host.model, host.model.state_dict()
+    before = sorted(vars(model))
+    undos: list[Undo] = []
+    for _ in range(2):
+        host.guard("while units are attached", undos.append)
+    undo, nested = undos
+    for call in (
+        model.enable_compatibility_mode,
+        model.process_weights,
+        lambda: model.load_state_dict(state),
+        lambda: copy.deepcopy(model).process_weights(),
+    ):
+        with pytest.raises(RuntimeError, match="while units are attached"):
+            call()
+    nested()
+    nested()
+    with pytest.raises(RuntimeError, match="while units are attached"):
+        model.process_weights()
+    undo()
+    assert sorted(vars(model)) == before
+    model.load_state_dict(state)
+
+
 def test_the_weight_of_a_swapped_site_cannot_be_read(host):
     for site in host.sites():
         undo = swap_dense(host, [site])
@@ -194,27 +247,4 @@ def test_head_by_head_switches(name, flag, kinds):
     switch(True)
     assert close(host.run(TOKENS), dense)
     switch(False)
-    undo()
-
-
-def test_an_input_that_differs_between_the_parts_of_a_packed_site_is_an_error():
-    host = fresh("llama")
-    site = next(site for site in host.alternatives() if site.layer == 0)
-    undo = swap_dense(host, [site])
-    hooks = [("blocks.0.attn.k.hook_in", lambda h, hook: h * 2)]
-    with torch.no_grad():
-        dense = host.run(TOKENS)
-        with pytest.raises(RuntimeError, match=r"blocks\.0\.attn_qkv is attached.*but k got another input"):
-            host.model.run_with_hooks(TOKENS, fwd_hooks=hooks)
-        same = [(f"blocks.0.attn.{part}.hook_in", lambda h, hook: h * 2) for part in "qkv"]
-        assert not close(host.model.run_with_hooks(TOKENS, fwd_hooks=same), dense)
-        assert torch.equal(host.run(TOKENS), dense)  # nothing is left of the forward that failed
-
-        def stop(h, hook):
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):  # after q was served
-            host.model.run_with_hooks(TOKENS + 1, fwd_hooks=[("blocks.0.attn.k.hook_in", stop)])
-        host.model.reset_hooks()
-        assert torch.equal(host.run(TOKENS), dense)
     undo()

@@ -6,7 +6,7 @@ import torch
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.hosts import Affine
 from tests import families
-from tests.hosts.bridge.conftest import TOKENS, close, fresh, sites_with, snapshot, swap_dense
+from tests.bridge.conftest import TOKENS, close, fresh, sites_with, snapshot, swap_dense
 
 
 def test_the_readout_turns_the_last_block_into_logits(causal):

@@ -14,7 +14,7 @@ from swd_lens.factorization.stages import stages_of
 from swd_lens.hosts import find_sites, host_of, matrix_entries
 from swd_lens.hosts.sites import Site, execution_key, expert_of, hook_name, is_site_name
 from tests import families
-from tests.hosts.bridge.conftest import snapshot
+from tests.bridge.conftest import snapshot
 from tests.bridge.test_circuits import split_for
 from tests.circuits.slow import activations, slow_contributions
 
