@@ -31,7 +31,7 @@ def test_finished_and_tuned_factors_are_compared_without_solving(tmp_path, whole
     def solved(*_, **__):
         raise AssertionError("something was factorized")
 
-    monkeypatch.setattr("swd_lens.study.run_study.factorize", solved)
+    monkeypatch.setattr(sys.modules["swd_lens.study.run_study"], "factorize", solved)
     given = ["--factors", whole, "--factors", whole / "factors"]
     refused = run("circuit", *given[2:], *given[2:], "--task", "ioi", "--out", tmp_path / "x")
     assert refused.exit_code == 1 and "rename one of them" in " ".join(refused.stderr.split())
