@@ -33,7 +33,8 @@ from swd_lens.factorization.estimate import forecast
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.job import Job
 from swd_lens.factorization.options import SolveOptions
-from swd_lens.factorization.solve import naming, solve
+from swd_lens.factorization.solve import solve
+from swd_lens.factorization.solve_task import naming
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.beginnings import warn_without_bos
 from swd_lens.hosts.fused import fused_attention

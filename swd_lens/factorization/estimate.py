@@ -34,7 +34,7 @@ from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.gradients import TOKENS
 from swd_lens.factorization.job import Job
 from swd_lens.factorization.options import SolveOptions
-from swd_lens.factorization.solve import naming
+from swd_lens.factorization.solve_task import naming
 from swd_lens.factorization.stages import stages_of, with_room
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Pattern, Site, base_kind, is_site_name, split_name

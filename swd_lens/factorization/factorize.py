@@ -39,16 +39,17 @@ from swd_lens.factorization.gradients import require_loss
 from swd_lens.factorization.job import Job
 from swd_lens.factorization.matrices import sparsity_of_each
 from swd_lens.factorization.options import SolveOptions
-from swd_lens.factorization.solve import made_by
+from swd_lens.factorization.solve_task import made_by
 from swd_lens.factorization.stages import Calibrated, ReplacedHost, stages_of
 from swd_lens.factorization.workers import Solved, SolveTask, open_workers
 from swd_lens.hosts import Host, find_sites, host_of
 from swd_lens.hosts.beginnings import text_for, warn_without_bos
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.solver import DEFAULT_PRESET, Step
+from swd_lens.solver.error import relmse_of
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import described, is_bare, origin_of, probe_at, require_detached, require_free
-from swd_lens.units.factors import Factors, FactorSet, relmse_of
+from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.match import check_weights
 
 

@@ -23,7 +23,7 @@ from swd_lens.factorization.checkpoint import Recipe, Shard, host_fingerprint
 from swd_lens.factorization.gradients import require_loss
 from swd_lens.factorization.matrices import affordable, basis_asked, basis_of_each, matrices_of, sparsity_of_each
 from swd_lens.factorization.options import SolveOptions
-from swd_lens.factorization.solve import SolveTask, naming
+from swd_lens.factorization.solve_task import SolveTask, naming
 from swd_lens.factorization.stages import Calibrated
 from swd_lens.hosts import find_sites, host_of, matrix_entries
 from swd_lens.hosts.recording import standing_hooks

@@ -53,7 +53,7 @@ _NOT_OPTIONS = ("model", "sites", "tokens", "out", "overwrite", "shard")
 _TOGETHER = 4
 _FITS = ".fits"  # the ending of the folder beside `out`
 _IN_WORDS = {"host_sha256": "the host", "heldout_sha256": "the held-out tokens", "tokens_sha256": "its tokens"}
-_GO_ON = "Measure as then to go on, give another file, or overwrite=True to start again"
+_GO_ON = "Rerun with the original settings to resume, give another file, or overwrite=True to start again"
 # Those that change where and how fast, not what: `estimate` does not know them.
 _NOT_ESTIMATED = ("device", "workers", "threads", "progress")
 

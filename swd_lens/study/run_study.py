@@ -72,6 +72,7 @@ from swd_lens.study.views import TaskUnit, attention_views, unit_cards
 from swd_lens.tasks.streams import as_stream
 from swd_lens.tasks.task import Task
 from swd_lens.train import baselines
+from swd_lens.train.baselines import exact
 from swd_lens.units import UnitSet, matrices_of, weight_fingerprint
 from swd_lens.units.factors import FactorSet
 from swd_lens.units.match import check_units
@@ -424,7 +425,7 @@ class _Study:
             start = time.perf_counter()
             of_text = {"tokens": tokens if self.text is None else self.text} if control in OF_TEXT else {}
             made[method] = (
-                baselines.exact.EXACT[control].make(self.model, self.surfaces[surface], **of_text),
+                exact.EXACT[control].make(self.model, self.surfaces[surface], **of_text),
                 time.perf_counter() - start,
             )
         return made

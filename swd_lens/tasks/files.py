@@ -108,7 +108,7 @@ def read_jsonl(path: Path, *, inclusive: bool = False) -> tuple[list[TaskExample
             where, line = f"{path}, line {number}", ""
             try:
                 line = raw.decode("utf-8-sig").strip()
-                record = json.loads(line) if line else None
+                record = json.loads(line) if line else {}
             except UnicodeDecodeError as cause:
                 raise TaskError(f"{where} is not UTF-8 text ({cause}); save the file as UTF-8") from None
             except (ValueError, RecursionError) as cause:  # a ValueError, too, for a number of thousands of digits

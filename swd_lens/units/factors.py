@@ -29,6 +29,7 @@ from swd_lens.base.errors import AttachError, brief, legible, seen
 from swd_lens.base.snapshots import TensorSnapshot, as_normal_tensor, count_nonzeros
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import host_of, sites_of
+from swd_lens.solver.error import relmse_of
 from swd_lens.units.directions import ranked
 from swd_lens.units.hub import OnHub
 from swd_lens.units.index import open_folder, write_index, writing_factors
@@ -40,7 +41,6 @@ from swd_lens.units.storage import StoredSite, write_site
 __all__ = ["FactorSet", "Factors", "fingerprint", "write_factors"]
 
 # Columns of a float64 error are computed this many entries at a time: relmse needs no second matrix of W's size.
-_TILE = 2**21
 EDITED = (
     "read, write or offsets were changed in place after these factors were made: their errors, their probe and what is "
     "attached of them are of the old values. To go on with the new ones, take dataclasses.replace(factors), which has neither "
@@ -568,34 +568,3 @@ def write_factors(folder: Path, site: str, f: Factors) -> dict[str, Any]:
     f.require_unedited(site)
     entry = write_site(folder, site, f.read, f.write, f.origin, f.offsets, f.probe)
     return {**entry, "settings": dict(f.settings), "provenance": dict(f.provenance)}
-
-
-def relmse_of(
-    read: Float[Tensor, "d_in unit"],
-    write: Float[Tensor, "unit d_out"],
-    dense: Float[Tensor, "d_in d_out"],
-    gram: Float[Tensor, "d_in d_in"] | None = None,
-    *,
-    without: Float[Tensor, "_vector d_in"] | None = None,
-) -> float:
-    """`Factors.relmse` of two factors and their dense matrix."""
-    # Large Grams, and those of corrected calibration, lie on the CPU whatever the host's device.
-    metric = None if gram is None else gram.to(dense.device, torch.float64)
-    read = read.double()
-    lost = total = left_lost = left_total = dense.new_zeros((), dtype=torch.float64)
-    for columns in torch.arange(dense.shape[1], device=dense.device).split(max(1, _TILE // len(dense))):
-        target = dense[:, columns].double()
-        error = target - read @ write[:, columns].double()
-        lost, total = lost + _energy(error, metric), total + _energy(target, metric)
-        if without is not None:
-            left_out = without.double().to(dense.device)
-            left_lost = left_lost + (left_out @ error).square().sum()
-            left_total = left_total + (left_out @ target).square().sum()
-    if total - left_total > 1e-7 * total:  # else rounding is all that is left
-        lost, total = (lost - left_lost).clamp(min=0), total - left_total
-    return float(lost / total)
-
-
-def _energy(matrix: Float[Tensor, "d_in some"], gram: Float[Tensor, "d_in d_in"] | None) -> Float[Tensor, ""]:
-    """Compute tr(M^T G M)."""
-    return matrix.square().sum() if gram is None else (matrix * (gram @ matrix)).sum()

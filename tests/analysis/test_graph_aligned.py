@@ -176,7 +176,7 @@ def test_what_has_no_task_graph():
         "keep must be": {"keep": 0},
         "top must be": {"top": "both"},
         "attention must be": {"attention": "held"},
-        "n=0": {"prompts": 0},
+        "n must be": {"prompts": 0},
     }.items():
         with pytest.raises(ValueError, match=match):
             task_graph(model, factors, all_units(factors), task, **how)

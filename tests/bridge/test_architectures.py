@@ -57,7 +57,7 @@ def test_norms_stand_where_the_host_says(name):
     for site, (given, made) in behind.items():
         norm = host.norm_behind(next(writer for writer in writers if writer.name == site))
         torch.testing.assert_close(given.flatten(0, -2), seen.outputs[site].flatten(0, -2))
-        weight, shift = host.norm_weight(norm), host.norm_shift(norm)
+        weight, shift = host.norm_affine(norm).scale, host.norm_affine(norm).shift
         plain = (made - (0 if shift is None else shift)) / (1 if weight is None else weight)
         ratio = plain / given
         torch.testing.assert_close(ratio, ratio[..., :1].expand_as(ratio), rtol=1e-3, atol=1e-3)

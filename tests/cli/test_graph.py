@@ -96,7 +96,7 @@ def test_what_is_refused_in_one_line(made, tmp_path):
     folder, _ = made
     for words, message in (
         (["--sites", "mlp_out", "--factors", folder / "factors"], "not both"),
-        (["--export", "dot"], "--export must be one of circuit-tracer, neuronpedia, got 'dot'"),
+        (["--export", "dot"], "--export must be one of 'circuit-tracer', 'neuronpedia', got 'dot'"),
         (["--labels", tmp_path / "none.jsonl"], "none.jsonl"),
         (["--task", "nothing"], "nothing"),
         (["--sites", "blocks.9.attn_o"], "blocks.9.attn_o"),

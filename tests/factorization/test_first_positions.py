@@ -65,10 +65,10 @@ def test_a_process_hands_it_back():
     model = toy_model()
     site = find_sites(model, SITES[0])[0]
     grams = collect_grams(model, [site], TOKENS)
-    task = swd.factorization.solve.SolveTask(
+    task = swd.factorization.solve_task.SolveTask(
         site.name, host_of(model).weight(site), grams[site.name], preset="paper", first=grams.first[site.name]
     )
-    solved = swd.factorization.solve.solve_task(unpack_task(pack_task(task)))
+    solved = swd.factorization.solve_task.solve_task(unpack_task(pack_task(task)))
     assert solved.relmse_of_others is not None
     assert unpack_solved(pack_solved(solved)).relmse_of_others == solved.relmse_of_others
 

@@ -35,7 +35,7 @@ def test_a_worker_process_does_without_transformer_lens():
     where = json.dumps([sys.path, str(HERE.parents[1] / "swd_lens")])
     done = subprocess.run([sys.executable, "-c", program, where, "1"], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
-    assert "swd_lens.factorization.solve" in loaded and not {"transformer_lens", "transformers"} & loaded
+    assert "swd_lens.factorization.solve_task" in loaded and not {"transformer_lens", "transformers"} & loaded
 
 
 KILLED = """

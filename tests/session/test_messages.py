@@ -96,12 +96,6 @@ def test_a_long_prompt_does_not_hide_the_reason(session):
     assert message.startswith("prompt longer than the context: ") and len(message) < 320 and " … " in message
 
 
-def test_compare_takes_the_model_first_and_the_former_order(session):
-    methods, how = {"SVD": session.factors}, {"evaluation": {"grid": [8], "random_sets": 0}}
-    first = swd.compare(session.model, methods, session.task, **how)
-    assert swd.compare(methods, session.model, session.task, **how).table().equals(first.table())
-
-
 def test_the_package_lists_what_is_for_users():
     assert not {"os", "sys", "import_module", "ModuleType", "Any"} & {*dir(swd), *vars(swd)} and "integrity" not in dir(
         swd

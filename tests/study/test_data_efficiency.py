@@ -176,7 +176,8 @@ def test_the_file_keeps_what_was_measured(model, found, tmp_path, monkeypatch):
     with pytest.raises(ResumeError, match=r"holds 'SWD' at 20 tokens, made otherwise: sparsity 0\.5 then, 0\.6 now"):
         data_efficiency(model, SITE, {"SWD": {**SWD, "sparsity": 0.6}}, **asked)
     with pytest.raises(
-        ResumeError, match=r"holds another measurement: the held-out tokens .* Measure as then to go on"
+        ResumeError,
+        match=r"holds another measurement: the held-out tokens .*Rerun with the original settings to resume",
     ):
         data_efficiency(model, SITE, {"SWD": SWD}, **{**asked, "heldout": TEXT})
     assert DataEfficiency.load(path) == made

@@ -113,7 +113,7 @@ def test_bad_arguments(model, changed, message):
 def test_another_question_makes_another_allocation(model, tmp_path, monkeypatch):
     named = {**QUICK, "budgets": "error", "finetune": None}
     swd.replace_model(model, "mlp_out", sparsity=0.6, out=tmp_path, **named)
-    with pytest.raises(swd.ResumeError, match=r"holds what another call has finished: sparsity 0\.6 then, 0\.7 now"):
+    with pytest.raises(swd.ResumeError, match=r"holds another run: sparsity 0\.6 then, 0\.7 now"):
         swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path, **named)
     made = swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path, overwrite=True, **named)
     assert made.allocation.edges == made.factors.edges and made.factors.sparsity == pytest.approx(0.7, abs=0.01)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from swd_lens.base.errors import RayMissingError, WorkerLostError, quoted
-from swd_lens.factorization.solve import Solved, SolveTask, solve_task
+from swd_lens.factorization.solve_task import Solved, SolveTask, solve_task
 from swd_lens.factorization.workers.order import Backend, Workers
 from swd_lens.factorization.workers.pool import Pool
 

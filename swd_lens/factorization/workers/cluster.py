@@ -23,7 +23,7 @@ import torch
 from ray.exceptions import RayError, RayTaskError
 
 from swd_lens.base.errors import callers_level, legible
-from swd_lens.factorization.solve import SolveTask, threads_set_to
+from swd_lens.factorization.solve_task import SolveTask, threads_set_to
 from swd_lens.factorization.workers.order import Assignment, Failed, after_death, read_reply
 from swd_lens.factorization.workers.parcel import Parcel, attempt, pack_task
 

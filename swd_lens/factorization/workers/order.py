@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from swd_lens.base.errors import WorkerLostError, callers_level, legible
-from swd_lens.factorization.solve import Solved, SolveTask, solve_task, threads_set_to
+from swd_lens.factorization.solve_task import Solved, SolveTask, solve_task, threads_set_to
 from swd_lens.factorization.workers.parcel import Parcel, unpack_solved
 from swd_lens.solver import OnIteration
 

@@ -31,7 +31,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.errors import legible
-from swd_lens.factorization.solve import Solved, SolveTask, solve_task
+from swd_lens.factorization.solve_task import Solved, SolveTask, solve_task
 
 Parcel = dict[str, Any]
 

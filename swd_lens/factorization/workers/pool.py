@@ -28,7 +28,7 @@ from typing import IO
 import torch
 
 from swd_lens.base.machine import available_bytes
-from swd_lens.factorization.solve import SolveTask
+from swd_lens.factorization.solve_task import SolveTask
 from swd_lens.factorization.workers.order import Assignment, Failed, after_death, read_reply
 from swd_lens.factorization.workers.parcel import BOOTSTRAP, Parcel, pack_task, receive, send
 
