@@ -96,8 +96,8 @@ def require_own(folder: Path) -> None:
     if (folder / NAME).exists() and not (folder / FOLDER / CALL).exists():
         changed = f"{NAME} of a run without its parts"
         raise ResumeError(
-            f"{folder} holds what another call has finished: {changed}. Rerun with the original settings to resume, give another folder, or "
-            "overwrite=True (--overwrite) to start again"
+            f"{folder} holds what another call has finished: {changed}. Rerun with the original settings to resume, give "
+            "another folder, or overwrite=True (--overwrite) to start again"
         )
 
 

@@ -177,7 +177,7 @@ def test_the_file_keeps_what_was_measured(model, found, tmp_path, monkeypatch):
         data_efficiency(model, SITE, {"SWD": {**SWD, "sparsity": 0.6}}, **asked)
     with pytest.raises(
         ResumeError,
-        match=r"holds another measurement: the held-out tokens .*Rerun with the original settings to resume",
+        match=r"holds another measurement: .*the held-out tokens .*Rerun with the original settings to resume",
     ):
         data_efficiency(model, SITE, {"SWD": SWD}, **{**asked, "heldout": TEXT})
     assert DataEfficiency.load(path) == made
