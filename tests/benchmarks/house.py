@@ -60,7 +60,7 @@ class Found(NamedTuple):
 @cache
 def files(*folders: str) -> dict[str, ast.Module]:
     """Path from the root -> the parsed file, for all Python below some folders."""
-    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py") if "docs" not in path.parts)
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
