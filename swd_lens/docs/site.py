@@ -75,8 +75,11 @@ def reference_pages() -> dict[str, str]:
             require_documented(home, name)
             page = "errors" if group == "ERRORS" else name
             lines.append(f"- [`{name}`]({page}.md)")
-            pages.setdefault(f"reference/{page}.md", f"# {'Errors and warnings' if page == 'errors' else name}\n")
-            pages[f"reference/{page}.md"] += f"\n::: swd_lens.{home}.{name}\n"
+            if page == "errors":
+                pages.setdefault("reference/errors.md", "# Errors and warnings\n")
+                pages["reference/errors.md"] += f"\n::: swd_lens.{home}.{name}\n"
+            else:
+                pages[f"reference/{page}.md"] = f"::: swd_lens.{home}.{name}\n    options:\n      heading_level: 1\n"
         lines.append("")
     return {"reference/index.md": "\n".join(lines), **pages}
 
@@ -107,9 +110,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the reference pages where the navigation says "reference/"."""
-    names = list(reference_pages())
+    pages = [{Path(page).stem: page} for page in reference_pages() if not page.endswith("index.md")]
+    reference = {"Reference": ["reference/index.md", *pages]}
     config.nav = [
-        {"Reference": names} if isinstance(item, dict) and item.get("Reference") == "reference/" else item
+        reference if isinstance(item, dict) and item.get("Reference") == "reference/" else item
         for item in config.nav or []
     ]
     return config
