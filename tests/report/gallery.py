@@ -144,7 +144,7 @@ class Gallery:
             "neurons": swd.baselines.neurons(self.model, LATE),
             "SVD": swd.baselines.svd(self.model, LATE),
         }
-        return swd.compare(methods, self.model, [self.task], tokens=self.text)
+        return swd.compare(self.model, methods, [self.task], tokens=self.text)
 
     @cached_property
     def sweep(self) -> Any:

@@ -32,17 +32,19 @@ function sha256(text) {
   return state.map(value => value.toString(16).padStart(8, "0")).join("");
 }
 
-// A value as Python's json.dumps(sort_keys=True, separators=(",", ":")) writes it; strings, lists and mappings of them.
+// A value as Python's json.dumps(sort_keys=True, separators=(",", ":")) writes it; strings, whole numbers, lists and mappings of them.
 function canonical(value) {
   if (typeof value === "string") {
     return JSON.stringify(value).replace(/[\u007f-\uffff]/g, c => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"));
   }
+  if (typeof value === "number") return String(value);
   if (Array.isArray(value)) return `[${value.map(canonical).join(",")}]`;
   return `{${Object.keys(value).sort().map(key => `${canonical(key)}:${canonical(value[key])}`).join(",")}}`;
 }
 
-// The lines of a file for UnitLabels.load: a first line with a hash over those that follow (swd_lens/analysis/audit/labels.py).
+// The lines of a file for UnitLabels.load, each with its place and a hash over it (swd_lens/analysis/audit/labels.py).
 function labelLines(entries) {
-  const seal = "swd_lens " + sha256(canonical({ values: entries }));
-  return [{ labels: entries.length, sha256: seal }, ...entries].map(entry => JSON.stringify(entry) + "\n").join("");
+  const placed = entries.map((entry, i) => ({ ...entry, line: i + 1, lines: entries.length }));
+  const sealed = placed.map(entry => ({ ...entry, sha256: "swd_lens " + sha256(canonical({ values: entry })) }));
+  return sealed.map(entry => JSON.stringify(entry) + "\n").join("");
 }
