@@ -12,7 +12,6 @@ from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Site
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
-from tests.micro import toy_model
 
 TOKENS = [3, 7, 1, 12, 5]
 ALL = ("attn_q", "attn_v", "attn_o", "mlp_in", "mlp_out")
@@ -191,6 +190,8 @@ def set_hooks(node: str, strength: float, z: float, factors: Any) -> list[Any]:
 
 def toy_graph(kinds: tuple[str, ...] = ALL, *, units: Any = None, **settings: Any) -> UnitGraph:
     """A graph of the toy model, of all units of random factors of these kinds."""
+    from tests.micro import toy_model  # a HookedTransformer, which transformer_lens 4 does not have
+
     model = toy_model()
     factors = random_factors(model, *kinds)
     return unit_graph(model, factors, all_units(factors) if units is None else units, **settings)
