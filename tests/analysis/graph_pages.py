@@ -1,13 +1,18 @@
 """Graphs for the viewer's tests: a large one made up, and a small true one with everything that a page can show."""
 
+import json
 import random
+import re
 from typing import Any
 
 import pandas as pd
 
+from swd_lens.analysis.graph import unit_graph
 from swd_lens.analysis.graph.data import EDGES, NODES, table
 from swd_lens.analysis.graph.result import UnitGraph
-from tests.analysis.graph_checks import TOKENS
+from swd_lens.analysis.graph.viewer.page import GraphPage
+from tests.analysis.graph_checks import TOKENS, all_units, random_factors
+from tests.micro import toy_model
 
 POSITIONS, LAYERS = 15, 30
 
@@ -106,3 +111,23 @@ class Paths:
 
 
 __all__ = ["LAYERS", "POSITIONS", "TOKENS", "Paths", "large_graph", "settings"]
+
+
+def page_data(page: GraphPage) -> Any:
+    """The data that a page carries."""
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', page.html, flags=re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+def small_graph() -> tuple[Any, Any, Any]:
+    """A toy model, random factors, and the graph of all of their units on one prompt."""
+    model = toy_model()
+    factors = random_factors(model, "attn_v", "attn_o", "mlp_in", "mlp_out")
+    return (
+        model,
+        factors,
+        unit_graph(
+            model, factors, all_units(factors), prompt=TOKENS, attention="frozen", answers=3, keep=None, isolated=True
+        ),
+    )

@@ -1,8 +1,6 @@
 """What the page shows: numbers, tables of effects, cards of units."""
 
 import base64
-import json
-import re
 from typing import Any
 
 import pytest
@@ -10,34 +8,14 @@ import torch
 
 import swd_lens as swd
 from swd_lens.analysis.graph import unit_graph
-from swd_lens.analysis.graph.viewer.page import GraphPage
-from tests.analysis.graph_checks import TOKENS, all_units, random_factors
-from tests.analysis.graph_pages import Paths, large_graph
-from tests.micro import toy_model
-
-
-def _data(page: GraphPage) -> Any:
-    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', page.html, flags=re.DOTALL)
-    assert found
-    return json.loads(found[1])
-
-
-def _small() -> tuple[Any, Any, Any]:
-    model = toy_model()
-    factors = random_factors(model, "attn_v", "attn_o", "mlp_in", "mlp_out")
-    return (
-        model,
-        factors,
-        unit_graph(
-            model, factors, all_units(factors), prompt=TOKENS, attention="frozen", answers=3, keep=None, isolated=True
-        ),
-    )
+from tests.analysis.graph_checks import all_units
+from tests.analysis.graph_pages import Paths, large_graph, page_data, small_graph
 
 
 def test_numbers_add_up_in_the_page_as_in_the_graph() -> None:
     """Drawn edges and rest make the activation (an answer: its centred logit) at every node, to 1e-5."""
-    _, _, graph = _small()
-    values = _data(graph.show())["graphs"][0]
+    _, _, graph = small_graph()
+    values = page_data(graph.show())["graphs"][0]
     nodes, edges = values["nodes"], values["edges"]
     drawn = [0.0] * len(nodes["node"])
     for target, contribution in zip(edges["target"], edges["contribution"], strict=True):
@@ -51,9 +29,9 @@ def test_numbers_add_up_in_the_page_as_in_the_graph() -> None:
 
 
 def test_tables_of_effects_are_the_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, factors, graph = _small()
+    model, factors, graph = small_graph()
     found = swd.graph.replays(model, factors, graph, ["blocks.0.mlp_out/1", "blocks.1.attn_o/2@4"], (0.0, 2.0))
-    values = _data(graph.show(replays=found, attention=Paths(graph)))["graphs"][0]
+    values = page_data(graph.show(replays=found, attention=Paths(graph)))["graphs"][0]
     names = values["nodes"]["node"]
     assert tuple(names[i] for i in values["replays"]["nodes"]) == found.nodes
 
@@ -71,20 +49,20 @@ def test_units_bring_what_the_audit_knows(default_model: Any) -> None:
     graph = unit_graph(default_model, factors, [unit, "blocks.3.mlp_out/9"], prompt="The king said")
     heard = swd.audit(default_model, factors, swd.text_tokens(512), units=[unit], n=6, progress=False)
     heard = heard.with_labels({unit: {"label": "by the audit", "author": "somebody"}})
-    shown = _data(graph.show(audit=heard))["units"]
+    shown = page_data(graph.show(audit=heard))["units"]
     assert shown[unit]["label"] == "by the audit" and shown[unit]["author"] == "somebody"
     assert len(shown[unit]["contexts"]) == 5 and sum(shown[unit]["histogram"]["counts"]) == 512
     assert len(shown[unit]["promoted"]) == 8 and shown["blocks.3.mlp_out/9"] == {}
     profile = heard.unit(unit)
     peak, pieces, z = shown[unit]["contexts"][0]
     assert pieces[peak].strip() and z[peak] == pytest.approx(profile.contexts[0].z[profile.contexts[0].peak], rel=1e-2)
-    assert _data(graph.show(audit=[profile], labels={unit: "typed"}))["units"][unit]["label"] == "typed"
+    assert page_data(graph.show(audit=[profile], labels={unit: "typed"}))["units"][unit]["label"] == "typed"
 
 
 def test_graphs_without_a_prompt_and_without_edges_are_shown() -> None:
-    model, factors, _ = _small()
+    model, factors, _ = small_graph()
     static = unit_graph(model, factors, all_units(factors), answers=[3, 5])
-    values = _data(static.show())["graphs"][0]
+    values = page_data(static.show())["graphs"][0]
     assert values["has_prompt"] is False and set(values["nodes"]["activation"]) == {None}
     assert len(values["edges"]["weight"]) == len(static.edges)
 

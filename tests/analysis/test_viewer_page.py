@@ -6,39 +6,18 @@ import html
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import swd_lens as swd
 from swd_lens.analysis.audit.labels import UnitLabel
-from swd_lens.analysis.graph import Replays, unit_graph
+from swd_lens.analysis.graph import Replays
 from swd_lens.analysis.graph.viewer import page as page_module
-from swd_lens.analysis.graph.viewer.page import SCRIPTS, GraphPage
+from swd_lens.analysis.graph.viewer.page import SCRIPTS
 from swd_lens.base.errors import encodable
-from tests.analysis.graph_checks import TOKENS, all_units, random_factors
-from tests.analysis.graph_pages import large_graph
-from tests.micro import toy_model
+from tests.analysis.graph_pages import large_graph, page_data, small_graph
 
 HOSTILE = "</script><b>$x ' \" & \ud83d\u202e\n"
-
-
-def _data(page: GraphPage) -> Any:
-    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', page.html, flags=re.DOTALL)
-    assert found
-    return json.loads(found[1])
-
-
-def _small() -> tuple[Any, Any, Any]:
-    model = toy_model()
-    factors = random_factors(model, "attn_v", "attn_o", "mlp_in", "mlp_out")
-    return (
-        model,
-        factors,
-        unit_graph(
-            model, factors, all_units(factors), prompt=TOKENS, attention="frozen", answers=3, keep=None, isolated=True
-        ),
-    )
 
 
 def test_the_page_holds_all_that_it_needs_and_forbids_the_rest() -> None:
@@ -52,15 +31,15 @@ def test_the_page_holds_all_that_it_needs_and_forbids_the_rest() -> None:
     assert page.html.count("</script>") == 2 and "<!--" not in script[0]
 
 
-def test_text_of_labels_and_prompts_is_data() -> None:
-    _, _, graph = _small()
+def test_text_of_labels_and_prompts_ispage_data() -> None:
+    _, _, graph = small_graph()
     unit = "blocks.0.mlp_out/1"
     graph.nodes.loc[graph.nodes["kind"] == "token", "label"] = HOSTILE
     graph.settings["prompt"] = HOSTILE
     page = graph.show(labels={unit: UnitLabel(HOSTILE, note=HOSTILE)}, groups={HOSTILE: [f"{unit}@4"]})
     assert page.html.count("</script>") == 2 and "<b>" not in page.html.replace("<b>0</b>", "").split("<script")[0]
     page.html.encode("utf-8")
-    values = _data(page)
+    values = page_data(page)
     assert values["units"][unit]["label"] == encodable(HOSTILE) and "</script><b>" in values["groups"][0]["name"]
     assert "<title>Unit graph of “&lt;/script&gt;" in page.html
 

@@ -1,5 +1,7 @@
 """Undo: steps run last first, and an interrupted run resumes."""
 
+from collections.abc import Callable
+
 import pytest
 
 from swd_lens.base.undo import Undo
@@ -16,8 +18,8 @@ def test_steps_run_last_first_and_leave_the_stack():
     assert done == [2, 1, 0] and not undo
 
 
-def test_an_interrupted_run_goes_on_at_the_same_step():
-    done: list[str] = []
+def interrupted_once(done: list[str]) -> Callable[[], None]:
+    """A step that a Ctrl-C hits the first time."""
     interruptions = [KeyboardInterrupt()]
 
     def step() -> None:
@@ -25,6 +27,12 @@ def test_an_interrupted_run_goes_on_at_the_same_step():
             raise interruptions.pop()
         done.append("b")
 
+    return step
+
+
+def test_an_interrupted_run_goes_on_at_the_same_step():
+    done: list[str] = []
+    step = interrupted_once(done)
     undo = Undo()
     undo.push(lambda: done.append("a"))
     undo.push(step)
@@ -37,13 +45,7 @@ def test_an_interrupted_run_goes_on_at_the_same_step():
 
 def test_a_block_that_is_interrupted_while_it_undoes_is_undone_all_the_same():
     done: list[str] = []
-    interruptions = [KeyboardInterrupt()]
-
-    def step() -> None:
-        if interruptions:
-            raise interruptions.pop()
-        done.append("b")
-
+    step = interrupted_once(done)
     with pytest.raises(KeyboardInterrupt), Undo() as undo:
         undo.push(lambda: done.append("a"))
         undo.push(step)

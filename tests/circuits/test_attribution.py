@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.circuits import attribute
+from swd_lens.circuits import attribute, contributions
 from swd_lens.circuits.ablation import MEAN_OVER
 from swd_lens.circuits.attribution import POSITIONS, SIGNS
 from swd_lens.circuits.contributions import SCORES
@@ -103,23 +103,24 @@ def test_batches_and_frozen_parameters_change_nothing(few, score):
 
 @pytest.mark.parametrize("score", SCORES)
 def test_no_forward_holds_more_prompts_than_batch_size(model, few, score, monkeypatch):
-    kind, rows = type(host_of(model)), []
+    kind, rows, most = type(host_of(model)), [], []
 
     def count(name):
         plain = getattr(kind, name)
 
         def counted(self, tokens, *arguments, **options):
-            rows.append(len(tokens))
+            rows.append(len(tokens.unique(dim=0)))  # prompts; ablation repeats each for many units
+            most.append(len(tokens))
             return plain(self, tokens, *arguments, **options)
 
         monkeypatch.setattr(kind, name, counted)
 
     for name in ("run_blocks", "freeze_prefix", "residual"):
         count(name)
-    long = split_of([[1, 2, 3]] * 9, [[1]] * 9, [[2]] * 9, 20)
+    long = split_of([[1, 2, i] for i in range(9)], [[1]] * 9, [[2]] * 9, 20)
     attribute(model, few, long, score=score, mean_over="all_tokens", steps=1, batch_size=2)
-    # find_fast_forward tries four prompts; ablation repeats each prompt for many units, within its bound of tokens.
-    assert max(rows) <= (4 if score != "ablation" else 16_384 // 3)
+    assert max(rows) <= 4  # find_fast_forward tries four prompts
+    assert max(most) <= (4 if score != "ablation" else contributions._TOKENS_PER_FORWARD // 3)
 
 
 # ---------------------------------------------------------------------------------------------- metrics, settings, errors

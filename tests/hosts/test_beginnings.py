@@ -15,6 +15,7 @@ from swd_lens.base.errors import TextWarning, TokenError
 from swd_lens.hosts import find_sites, host_of, predictions
 from swd_lens.hosts.beginnings import text_for
 from swd_lens.hosts.load import load_host
+from swd_lens.hosts.verified import verified
 from swd_lens.tasks.streams import as_stream
 from tests import families
 
@@ -233,8 +234,10 @@ def test_predictions_at_and_of_special_tokens_are_left_out(model):
     assert measured.local_relmse[SITE] != plain.local_relmse[SITE]
     # Whole runs, where stages do not do, say the same.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(predictions, "verified", lambda *_, **__: False)
-        whole = swd.fidelity(model, factors, rows, exclude="special")
+        wrong = lambda fast, plain, **how: verified(lambda: fast() + 1, plain, **how)  # noqa: E731
+        patch.setattr(predictions, "verified", wrong)
+        with pytest.warns(UserWarning, match="shortened .*stages"):
+            whole = swd.fidelity(model, factors, rows, exclude="special")
     assert whole.kl == pytest.approx(measured.kl, rel=1e-3) and whole.ce == pytest.approx(measured.ce, rel=1e-5)
 
 

@@ -22,16 +22,6 @@ from tests.hosts.test_interrupts import everything
 from tests.micro import random_tokens, toy_model
 
 
-@pytest.fixture
-def model():
-    return toy_model()
-
-
-@pytest.fixture
-def factors(model):
-    return baselines.svd(model, "all")
-
-
 @pytest.mark.parametrize("sites", ["mlp_out", "all"])
 def test_generate_with_the_kv_cache_gives_the_tokens_without(sites):
     # Rotary: for learned positions and no attention mask, TransformerLens 3.9's own generate shifts the positions of cached

@@ -1,24 +1,12 @@
 """TransformerLens' own tools work on units; tests/session/test_helpers.py has what each helper of a cache gives."""
 
-import pytest
 import torch
 from transformer_lens import patching
 
-from swd_lens import baselines
 from swd_lens.hosts import find_sites
 from swd_lens.units import attach
 from swd_lens.units.cache import UnitCache
-from tests.micro import random_tokens, toy_model
-
-
-@pytest.fixture
-def model():
-    return toy_model()
-
-
-@pytest.fixture
-def factors(model):
-    return baselines.svd(model, "all")
+from tests.micro import random_tokens
 
 
 def test_run_with_cache_and_names_filter(model, factors):

@@ -247,11 +247,6 @@ def relu_coder(model, units=24, seed=0):
     return Functions(lambda h: (h @ encoder / 6 + 0.1).relu(), lambda z: z @ decoder / 6 + model.blocks[1].mlp.b_out)
 
 
-@pytest.fixture
-def model():
-    return toy_model()
-
-
 def exact_sources(model):
     """Sources that compute the dense output of mlp_out, each in its own way."""
     w, b = model.blocks[1].mlp.W_out.detach().clone(), model.blocks[1].mlp.b_out.detach().clone()

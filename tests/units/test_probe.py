@@ -18,11 +18,6 @@ def factorized(model, tokens=None):
     return swd.factorize(model, SITES, sparsity=0.4, tokens=tokens, outer_iterations=3, progress=False)
 
 
-@pytest.fixture
-def model():
-    return toy_model()
-
-
 @pytest.mark.parametrize("tokens", [None, random_tokens(4, 12)], ids=["zero-data", "calibrated"])
 def test_a_whole_set_runs_its_probe_wherever_it_is_attached(model, tokens, tmp_path):
     factorized(model, tokens).save(tmp_path)

@@ -33,11 +33,6 @@ PLACES = [
 ]
 
 
-@pytest.fixture
-def model():
-    return toy_model()
-
-
 def random_factors(site, seed=0):
     generator = torch.Generator().manual_seed(seed)
     read, write = (torch.randn(shape, generator=generator) for shape in ((site.d_in, 6), (6, site.d_out)))

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens import baselines
 from swd_lens.base.errors import AttachError
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.units import UnitSet, attach, unit_set
@@ -19,16 +18,6 @@ SITE = "blocks.1.mlp_out"
 
 def ones(d_in):
     return torch.ones(d_in, 5), torch.ones(5, 16)
-
-
-@pytest.fixture
-def model():
-    return toy_model()
-
-
-@pytest.fixture
-def factors(model):
-    return baselines.svd(model, "all")
 
 
 def test_what_was_given_becomes_one_mapping_in_execution_order(model, factors):
