@@ -195,9 +195,7 @@ class _Collection(_ModuleType):
 
     def __getattr__(self, name: str) -> _Any:
         if name.startswith("_") or name not in self._homes:
-            raise AttributeError(
-                f"module {self.__name__!r} has no attribute {name!r}; it has {', '.join(self.__all__)}"
-            )
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}; it has {', '.join(self.__all__)}")
         return _member(self._homes[name], name)
 
     def __dir__(self) -> list[str]:

@@ -21,16 +21,7 @@ _OPTIONS += ["--disable-background-networking", "--disable-component-update", "-
 _OPTIONS += ["--host-resolver-rules=MAP * ~NOTFOUND", "--remote-debugging-pipe"]
 _SECONDS = 60.0
 _KEYS = {"Enter": "\r", " ": " ", "Tab": "\t"}  # that a page also gets as text
-_CODES = {
-    "Enter": 13,
-    "Tab": 9,
-    "Escape": 27,
-    " ": 32,
-    "ArrowLeft": 37,
-    "ArrowUp": 38,
-    "ArrowRight": 39,
-    "ArrowDown": 40,
-}
+_CODES = {"Enter": 13, "Tab": 9, "Escape": 27, " ": 32, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
 
 
 class Browser:
@@ -47,10 +38,7 @@ class Browser:
         command = [CHROMIUM or "", *_OPTIONS, *options, f"--user-data-dir={folder / 'profile'}", "about:blank"]
         shell = f"exec {shlex.join(command)} 3<&{to_read[0]} 4>&{to_write[1]}"
         self.process = subprocess.Popen(
-            ["bash", "-c", shell],
-            pass_fds=(to_read[0], to_write[1]),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            ["bash", "-c", shell], pass_fds=(to_read[0], to_write[1]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         os.close(to_read[0])
         os.close(to_write[1])
@@ -125,9 +113,7 @@ class Browser:
     # ------------------------------------------------------------------ page
 
     def size(self, width: int, height: int, *, dark: bool = False, phone: bool = False, scale: float = 1) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone
-        )
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone)
         self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -216,6 +202,4 @@ class Browser:
 def _is_loaded(event: dict[str, Any], loader: str) -> bool:
     """Whether this event says that the page of this navigation is loaded."""
     values = event.get("params", {})
-    return (
-        event.get("method") == "Page.lifecycleEvent" and values["name"] == "load" and values.get("loaderId") == loader
-    )
+    return event.get("method") == "Page.lifecycleEvent" and values["name"] == "load" and values.get("loaderId") == loader

@@ -43,14 +43,7 @@ def default_model():
 
 
 # Files that take minutes in a row are begun first: xdist hands out whole files, in the order of collection.
-LONGEST = (
-    "test_notebook.py",
-    "test_smollm2.py",
-    "test_notebooks.py",
-    "test_golden.py",
-    "test_items.py",
-    "test_fuzz.py",
-)
+LONGEST = ("test_notebook.py", "test_smollm2.py", "test_notebooks.py", "test_golden.py", "test_items.py", "test_fuzz.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

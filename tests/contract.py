@@ -53,11 +53,7 @@ def _learned(train: Callable[..., baselines.LearnedUnits]) -> Callable[[Any, str
         tokens = torch.randint(0, model.cfg.d_vocab, (16, 12), generator=torch.Generator().manual_seed(2))
         how = {"n_tokens": 288, "tokens_per_step": 96, "keep": (), "progress": False}
         # Of a whole MLP, VPD makes units of each of its matrices.
-        return {
-            name: units
-            for site in find_sites(model, sites)
-            for name, units in train(model, site, tokens, **how).items()
-        }
+        return {name: units for site in find_sites(model, sites) for name, units in train(model, site, tokens, **how).items()}
 
     return make
 

@@ -78,14 +78,7 @@ _ANY: dict[str, Any] = {
 }
 _OLD = {"n_layer": 2, "n_embd": 16, "n_head": 4, "n_positions": 64, "rotary_dim": 4, "vocab_size": D_VOCAB, **_ENDS}
 _LATENT = {
-    **{
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
-        "head_dim": 4,
-    },
+    **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "head_dim": 4},
     **{"num_key_value_heads": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
 }
 _STATES = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
@@ -144,11 +137,7 @@ def architecture(name: str) -> tuple[str, str, dict[str, Any]]:
     """Model class, configuration class and configuration of one of ARCHITECTURES."""
     changed = ARCHITECTURES[name]
     config = changed if changed is _OLD else {key: v for key, v in {**_ANY, **changed}.items() if v is not None}
-    return (
-        f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel",
-        _CONFIG_CLASSES.get(name, f"{name}Config"),
-        config,
-    )
+    return (f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel", _CONFIG_CLASSES.get(name, f"{name}Config"), config)
 
 
 @cache

@@ -126,9 +126,7 @@ def run(function: Callable[[], Any], seconds: float = 120.0) -> Any:
 # ---------------------------------------------------------------------------------------------- programs
 
 
-def run_forked(
-    program: str, *arguments: object, before: Callable[[], object] = lambda: None, stdout: int | None = None
-):
+def run_forked(program: str, *arguments: object, before: Callable[[], object] = lambda: None, stdout: int | None = None):
     """Run a program with these arguments, as `python -c` would; its return code, and what it wrote: at most some kilobytes.
 
     Args:

@@ -7,10 +7,7 @@ import time
 from swd_lens.base import holding, surroundings
 
 INJECTION = (
-    *(
-        f"swd_lens/units/{name}.py"
-        for name in ("attach", "kernels", "match", "probe", "projection", "sources", "watch")
-    ),
+    *(f"swd_lens/units/{name}.py" for name in ("attach", "kernels", "match", "probe", "projection", "sources", "watch")),
     "swd_lens/hosts/",
 )
 

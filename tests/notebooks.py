@@ -172,9 +172,7 @@ def complaints(path: Path) -> list[str]:
         wrong.append(f"{name}: a cell was not run: {remedy}")
     for text in (str(output.get("text", "")) + str(output.get("data", "")) for output in stored):
         if found := _LOCAL.search(text):
-            wrong.append(
-                f"{name}: an output names this machine: {text[max(0, found.start() - 40) : found.end() + 40]!r}"
-            )
+            wrong.append(f"{name}: an output names this machine: {text[max(0, found.start() - 40) : found.end() + 40]!r}")
     return wrong
 
 
@@ -201,14 +199,9 @@ def main() -> None:
     given = parser.parse_args()
     if given.command == "refresh":
         for path in NOTEBOOKS:
-            wanted = any(path.name.startswith(name) for name in given.names) or (
-                not given.names and path.stem not in HUB
-            )
+            wanted = any(path.name.startswith(name) for name in given.names) or (not given.names and path.stem not in HUB)
             if wanted:
-                print(
-                    f"{path.name}: {refresh(path):.0f} s of processor time, {path.stat().st_size / 1e3:.0f} kB",
-                    flush=True,
-                )
+                print(f"{path.name}: {refresh(path):.0f} s of processor time, {path.stat().st_size / 1e3:.0f} kB", flush=True)
     if wrong := all_complaints():
         sys.exit("\n".join(wrong))
 

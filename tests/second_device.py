@@ -20,17 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 DEVICE = torch.device("privateuseone", 0)
 CPU = torch.device("cpu")
-_CROSSING = (
-    "copy_",
-    "__getitem__",
-    "__setitem__",
-    "index_put_",
-    "index_put",
-    "set_",
-    "is_set_to",
-    "__set__",
-    "swap_tensors",
-)
+_CROSSING = ("copy_", "__getitem__", "__setitem__", "index_put_", "index_put", "set_", "is_set_to", "__set__", "swap_tensors")
 _FREE = ("size", "dim", "numel", "__len__", "__repr__", "data_ptr", "is_floating_point", "requires_grad_", "backward")
 
 

@@ -8,17 +8,7 @@ import torch
 from swd_lens.circuits import attribute, evaluate, intervention_hooks
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.units import attach
-from tests.contract import (
-    CASES,
-    EXACT,
-    NEED_SAELENS,
-    UNIT_SOURCES,
-    constant_of,
-    path_of,
-    read_edges_of,
-    taken_by,
-    write_edges_of,
-)
+from tests.contract import CASES, EXACT, NEED_SAELENS, UNIT_SOURCES, constant_of, path_of, read_edges_of, taken_by, write_edges_of
 from tests.micro import random_split, random_tokens, toy_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:the mean margin of")  # of a model with random weights
@@ -47,8 +37,7 @@ def sources(model):
 def cases():
     missing = pytest.mark.skipif(find_spec("sae_lens") is None, reason="needs sae_lens, which is not installed here")
     return [
-        pytest.param(name, sites, id=f"{name}-{sites}", marks=[missing] if name in NEED_SAELENS else [])
-        for name, sites in CASES
+        pytest.param(name, sites, id=f"{name}-{sites}", marks=[missing] if name in NEED_SAELENS else []) for name, sites in CASES
     ]
 
 

@@ -8,16 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks import results
-from tests.benchmarks.results import (
-    Result,
-    ResultsError,
-    Table,
-    fill,
-    read_result,
-    read_results,
-    record,
-    record_command,
-)
+from tests.benchmarks.results import Result, ResultsError, Table, fill, read_result, read_results, record, record_command
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -53,9 +44,7 @@ def test_the_readme_is_read_in_three_minutes():
 
 @pytest.mark.slow
 def test_the_readmes_code_prints_what_stands_below_it(capsys):
-    [(code, printed)] = re.findall(
-        r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE
-    )
+    [(code, printed)] = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out == printed
 
@@ -117,9 +106,7 @@ def test_record_fills_in_where_figures_come_from(tmp_path):
 def test_a_benchmark_that_prints_is_recorded(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(results, "this_commit", lambda: COMMIT)
     path = record("speed", [MEASURED], **SENTENCES, folder=tmp_path)
-    program = (
-        "print('2 turns\\n\\n| host | | s |\\n|---|:---:|---:|\\n| hooked |  | 1.50 |\\n\\n| a |\\n| --- |\\n| 1 |')"
-    )
+    program = "print('2 turns\\n\\n| host | | s |\\n|---|:---:|---:|\\n| hooked |  | 1.50 |\\n\\n| a |\\n| --- |\\n| 1 |')"
     record_command("speed", [sys.executable, "-c", program, "--threads", "3"], folder=tmp_path)
     first, second = read_result(path).tables
     assert first == Table("2 turns", ["host", "", "s"], [["hooked", "", "1.50"]], ["left", "center", "right"])
@@ -187,6 +174,4 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path, values, message):
 
 def test_every_result_of_the_repository_is_complete():
     for result in read_results().values():
-        assert (
-            isinstance(result, Result) and result.about and result.tables and all(table.rows for table in result.tables)
-        )
+        assert isinstance(result, Result) and result.about and result.tables and all(table.rows for table in result.tables)

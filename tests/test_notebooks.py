@@ -44,9 +44,7 @@ def test_there_are_notebooks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path", [path for path in NOTEBOOKS if path not in (GPT2, HOOKS, SMOLLM2)], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path not in (GPT2, HOOKS, SMOLLM2)], ids=lambda path: path.stem)
 def test_notebook_runs(path, imported):
     run(nbformat.read(path, as_version=4))
 

@@ -20,9 +20,7 @@ class Case:
         self.added.append(mark.name)
 
 
-@pytest.mark.parametrize(
-    ("n", "expected"), [(1, [0]), (2, [0, 6]), (3, [0, 4, 8]), (10, list(range(10))), (99, list(range(10)))]
-)
+@pytest.mark.parametrize(("n", "expected"), [(1, [0]), (2, [0, 6]), (3, [0, 4, 8]), (10, list(range(10))), (99, list(range(10)))])
 def test_they_are_spread_evenly(n, expected):
     assert spread(range(10), n) == expected
     # Four families in four dtypes, the latter changing from case to case: four cases have them all.

@@ -10,9 +10,7 @@ import swd_lens as swd
 PAGES = Path(swd.__file__).parent / "docs" / "pages"
 # Those for contributors show parts of files, not programs.
 WITH_CODE = sorted(
-    page
-    for page in PAGES.rglob("*.md")
-    if page.parent.name != "contribute" and "```python" in page.read_text(encoding="utf-8")
+    page for page in PAGES.rglob("*.md") if page.parent.name != "contribute" and "```python" in page.read_text(encoding="utf-8")
 )
 
 

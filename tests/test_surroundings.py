@@ -39,9 +39,7 @@ from tests.hosts.test_interrupts import everything
 SITE, SITES = "blocks.1.mlp_out", "blocks.*.mlp_out"
 QUICK = {"outer_iterations": 3, "progress": False}
 HOSTS = ("hooked", "bridge") if int(metadata.version("transformer_lens").split(".")[0]) < 4 else ("bridge",)
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:60 calibration tokens"
-)  # few, for speed; shrinkage is one of the surroundings
+pytestmark = pytest.mark.filterwarnings("ignore:60 calibration tokens")  # few, for speed; shrinkage is one of the surroundings
 
 # ---------------------------------------------------------------------------------------------- the mark
 
@@ -182,11 +180,7 @@ CALLS = {
     "audit": lambda kit: vars(swd.audit(kit.model, kit.factors, kit.tokens, n=2, progress=False))["sites"],
     "edits": Kit.edits,
     "graph": lambda kit: swd.unit_graph(
-        kit.model,
-        kit.factors,
-        [f"{site}/{i}" for site in kit.factors for i in range(3)],
-        prompt=kit.tokens[0],
-        keep=None,
+        kit.model, kit.factors, [f"{site}/{i}" for site in kit.factors for i in range(3)], prompt=kit.tokens[0], keep=None
     ),
     "interactions": lambda kit: swd.unit_interactions(
         kit.model, swd.baselines.svd(kit.model, "blocks.1.mlp_in"), "blocks.1.mlp_in", kit.tokens, top=4, progress=False
@@ -196,9 +190,7 @@ CALLS = {
     "finetune under its own autocast": lambda kit: kit.finetune("bfloat16"),
     "transcoder": lambda kit: kit.weights(swd.baselines.transcoder),
     "VPD": lambda kit: kit.weights(swd.baselines.vpd_kl),
-    "generate": lambda kit: swd.generate(
-        kit.model, kit.factors, ["a"], max_new_tokens=2, temperature=1.0, progress=False
-    ),
+    "generate": lambda kit: swd.generate(kit.model, kit.factors, ["a"], max_new_tokens=2, temperature=1.0, progress=False),
     "load": lambda kit: host_of(load(kit.kind)).weight(swd.find_sites(kit.model, SITE)[0]).tolist(),
 }
 
@@ -234,9 +226,7 @@ def plain(value: Any) -> Any:
 
 
 # Every call under every setting, each on one kind of host: the other kind has the call's other settings.
-PAIRED = [
-    (call, HOSTS[(i + j) % len(HOSTS)], setting) for i, call in enumerate(CALLS) for j, setting in enumerate(SETTINGS)
-]
+PAIRED = [(call, HOSTS[(i + j) % len(HOSTS)], setting) for i, call in enumerate(CALLS) for j, setting in enumerate(SETTINGS)]
 
 
 @pytest.mark.quick_cases(12)
@@ -383,9 +373,7 @@ def test_a_hook_that_changes_the_shape_of_z_is_refused(kind, change, left):
 
 
 @pytest.mark.parametrize("kind", HOSTS)
-@pytest.mark.parametrize(
-    "call", ["factorize", "attribute", "circuits", "fidelity", "qk", "audit", "edits", "graph", "overlap"]
-)
+@pytest.mark.parametrize("call", ["factorize", "attribute", "circuits", "fidelity", "qk", "audit", "edits", "graph", "overlap"])
 def test_a_second_thread_on_an_attached_host_is_refused(call, kind):
     kit = kit_of(kind)
     with swd.attach(kit.model, {SITE: kit.factors[SITE]}):

@@ -93,9 +93,7 @@ class Tried:
             logits=_difference(dense, plain),
             exact=_difference(replaced, dense),
             kinds=tuple(dict.fromkeys(base_kind(site.kind) + ".E" * (site.expert is not None) for site in ordered)),
-            left=tuple(
-                dict.fromkeys(other.partition(":")[0] for block in host.blocks() for other in block.other_matrices)
-            ),
+            left=tuple(dict.fromkeys(other.partition(":")[0] for block in host.blocks() for other in block.other_matrices)),
             share=sum(site.numel for site in host.sites()) / matrix_entries(host),
             full_share=full_share(host, network, config_class),
             restored=torch.equal(again, dense),

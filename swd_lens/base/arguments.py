@@ -54,15 +54,11 @@ def check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         value = args[len(positional)]
         surplus = quoted(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
         call = function.__qualname__
-        raise TypeError(
-            f"{call} takes {len(shown)} arguments by position; pass {surplus} by keyword: {call}({legible(taken)})"
-        )
+        raise TypeError(f"{call} takes {len(shown)} arguments by position; pass {surplus} by keyword: {call}({legible(taken)})")
     for name, value in (*zip(positional, args, strict=False), *kwargs.items()):
         kind = next((_KINDS[cls.__name__] for cls in type(value).__mro__ if cls.__name__ in _KINDS), None)
         if kind is not None and name in _TAKES and kind not in _TAKES[name]:
-            raise TypeError(
-                f"{function.__name__}({', '.join(shown)}) takes its arguments in this order; {name} was given {kind}"
-            )
+            raise TypeError(f"{function.__name__}({', '.join(shown)}) takes its arguments in this order; {name} was given {kind}")
 
 
 @cache

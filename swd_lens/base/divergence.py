@@ -45,11 +45,7 @@ class Divergence:
 
     def means(self) -> dict[str, float]:
         """Name -> mean per prediction."""
-        return {
-            each.name: getattr(self, each.name) / self.n_predictions
-            for each in fields(self)
-            if each.name != "n_predictions"
-        }
+        return {each.name: getattr(self, each.name) / self.n_predictions for each in fields(self) if each.name != "n_predictions"}
 
 
 class Buffers:

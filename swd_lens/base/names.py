@@ -34,9 +34,7 @@ def require_names(what: str, names: Iterable[str], ending: str = "") -> None:
     for name in names:
         file = f"{name}{ending}"
         if not file or file.startswith(".") or any(sign in file for sign in "/\\\0"):
-            raise ValueError(
-                f"{what} {quoted(name)} is to name a file or folder: no separators, no leading dot, not empty"
-            )
+            raise ValueError(f"{what} {quoted(name)} is to name a file or folder: no separators, no leading dot, not empty")
         if file.casefold() in OURS:
             raise ValueError(
                 f"{what} {quoted(name)}: a file or folder {quoted(file.casefold())} has a meaning of its own beside it, "

@@ -31,8 +31,7 @@ from swd_lens.base.progress import ipython
 _DIGITS = 4  # of a pattern's entries: finer than any screen shows
 # CircuitsVis draws for a white page, and labels heads in white on a colour of their own, some too light to read.
 _STYLE = (
-    ".swd-cv { background: #fff; color: #222; } "
-    ".swd-cv h2, .swd-cv h4 { background: #fff !important; color: #222 !important; }"
+    ".swd-cv { background: #fff; color: #222; } .swd-cv h2, .swd-cv h4 { background: #fff !important; color: #222 !important; }"
 )
 # CircuitsVis' thumbnails listen to the mouse alone. Keyboards get them as buttons, named after their heads.
 _CALL = """
@@ -176,14 +175,11 @@ def attention_heads(
     names = [f"head {i}" for i in range(n_heads)] if names is None else [visible(str(name)) for name in names]
     if not (len(tokens) == dest == src and len(names) == n_heads):
         raise ValueError(
-            f"attention is {tuple(attention.shape)} (head, dest, src), but there are {len(tokens)} tokens and "
-            f"{len(names)} names"
+            f"attention is {tuple(attention.shape)} (head, dest, src), but there are {len(tokens)} tokens and {len(names)} names"
         )
     values = attention.detach().float().cpu()
     if not bool(torch.isfinite(values).all()):
-        raise ValueError(
-            "attention holds values that are not finite (masked scores?); give probabilities or zeros there"
-        )
+        raise ValueError("attention holds values that are not finite (masked scores?); give probabilities or zeros there")
     shown = [visible_token(token) for token in tokens]
     causal = bool((values.triu(1) == 0).all())
     scale = float(values.abs().max()) or 1.0 if largest is None else float(largest)

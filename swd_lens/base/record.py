@@ -229,9 +229,7 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook_func(is_tensor, tensor)
     converter.register_structure_hook(pd.DataFrame, lambda rows, _: pd.DataFrame(rows))
     converter.register_structure_hook_factory(is_record, lambda kind: make_dict_structure_fn(kind, converter))
-    converter.register_unstructure_hook_func(
-        lambda kind: isinstance(kind, type) and issubclass(kind, Tensor), Tensor.tolist
-    )
+    converter.register_unstructure_hook_func(lambda kind: isinstance(kind, type) and issubclass(kind, Tensor), Tensor.tolist)
     converter.register_unstructure_hook(pd.DataFrame, lambda table: table.to_dict("records"))
     converter.register_unstructure_hook_func(is_record, lambda record: record.as_dict())
     return converter

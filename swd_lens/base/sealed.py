@@ -30,9 +30,7 @@ from swd_lens.base.files import atomic, fault_of_name, plain, sha256, write_text
 
 SEAL = "sha256"
 _ATTEMPTS = 100  # to open a file that is exchanged all the time
-_MARK = (
-    "swd_lens "  # begins every hash: that a file has one is seen also where the name that it stands under is damaged
-)
+_MARK = "swd_lens "  # begins every hash: that a file has one is seen also where the name that it stands under is damaged
 _RESTORE = "Restore it from a copy, or make it again"
 
 # ---------------------------------------------------------------------------------------------- JSON
@@ -127,8 +125,7 @@ def warn_of_missing_seal(path: str | Path) -> None:
     """Say that a file carries no hash; Python shows it once for a file."""
     warnings.warn(
         UnsealedFileWarning(
-            f"{path} carries no hash (it was written or edited by hand): a change on the disk would not be noticed. Save it "
-            "again"
+            f"{path} carries no hash (it was written or edited by hand): a change on the disk would not be noticed. Save it again"
         ),
         stacklevel=callers_level(),
     )
@@ -248,9 +245,7 @@ def hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
     for name in names:
         path = folder / name
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-        whole = [
-            file for file in files if not file.name.startswith(".")
-        ]  # others stand there only while they are written
+        whole = [file for file in files if not file.name.startswith(".")]  # others stand there only while they are written
         hashes |= {file.relative_to(folder).as_posix(): sha256(file) for file in whole}
     return hashes
 

@@ -96,9 +96,7 @@ class TensorSnapshot:
     def recast(self) -> bool:
         """Whether a tensor has another dtype now: its values cannot be compared with those that were marked."""
         now = [mapping.get(key) for mapping, key in self.places]
-        return any(
-            t is not None and t.dtype != dtype for t, (_, dtype, _) in zip(now, self.checksums, strict=True) if dtype
-        )
+        return any(t is not None and t.dtype != dtype for t, (_, dtype, _) in zip(now, self.checksums, strict=True) if dtype)
 
     def renew(self) -> None:
         """Mark what the tensors hold now."""

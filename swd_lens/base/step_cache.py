@@ -26,9 +26,7 @@ from swd_lens.base.sealed import damaged, read_sealed, read_tensors, readable, w
 FOLDER, CALL = "parts", "call.json"
 _OUR_NAME = re.compile(r".*\.[0-9a-f]{12}\.(json|safetensors)")
 WHAT, CALL_WHAT = "a finished part", "the settings of a call"
-HOW_TO_RESUME = (
-    "Rerun with the original settings to resume, give another folder, or overwrite=True (--overwrite) to start again"
-)
+HOW_TO_RESUME = "Rerun with the original settings to resume, give another folder, or overwrite=True (--overwrite) to start again"
 Key = Sequence[str]
 Value = TypeVar("Value")
 
@@ -155,9 +153,7 @@ class StepCache:
     def __contains__(self, key: Key) -> bool:
         return self.folder is not None and any(self._path(key, kind).is_file() for kind in ("json", "safetensors"))
 
-    def values(
-        self, key: Key, make: Callable[[], Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Value]
-    ) -> Value:
+    def values(self, key: Key, make: Callable[[], Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Value]) -> Value:
         """A step of plain values, made now or finished earlier.
 
         Args:

@@ -41,9 +41,7 @@ class Undo:
         return self
 
     @unparted
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             self.run()
         finally:  # where nothing holds an interrupt back it may hit the first run; what is done is not done again
@@ -60,8 +58,6 @@ class IfBroken:
         return None
 
     @unparted
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
             self.undo.__exit__(kind, error, trace)

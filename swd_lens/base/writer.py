@@ -38,9 +38,7 @@ _held: dict[Path, tuple[threading.Thread, Lock]] = {}
 
 
 @contextmanager
-def writing(
-    folder: str | Path, call: str, n_bytes: int = 0, *, wait: bool = False, alone: bool = False
-) -> Iterator[Path]:
+def writing(folder: str | Path, call: str, n_bytes: int = 0, *, wait: bool = False, alone: bool = False) -> Iterator[Path]:
     """Hold a folder, which is made if it is not there, for as long as the block runs.
 
     Args:
@@ -88,9 +86,7 @@ def require_writable_file(path: str | Path) -> None:
 
 
 @contextmanager
-def _held_for(
-    folder: Path, prefix: str, call: str, target: Path, patience: float, alone: bool = False
-) -> Iterator[None]:
+def _held_for(folder: Path, prefix: str, call: str, target: Path, patience: float, alone: bool = False) -> Iterator[None]:
     """Make the folder, and hold the target (itself, or a file of it); locks of files begin with their names."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
     folder.mkdir(parents=True, exist_ok=True)

@@ -39,9 +39,7 @@ MODES = ("keep", "ablate")
 class Means:
     """Running means of z at some sites over the prompts of a split."""
 
-    def __init__(
-        self, host: Host, sites: Sequence[Site], split: TaskSplit, positions: str, mean_over: str, batch_size: int
-    ):
+    def __init__(self, host: Host, sites: Sequence[Site], split: TaskSplit, positions: str, mean_over: str, batch_size: int):
         self.host, self.sites, self.split, self.mean_over = host, list(sites), split, mean_over
         self.batch_size = batch_size
         # With positions="scoring" only the last position's mean will ever be used.
@@ -101,8 +99,7 @@ def ablation_values(scores: UnitScores, ablation: str) -> dict[str, Float[Tensor
     """
     if ablation not in ("mean", "zero"):
         raise ValueError(
-            f"ablation must be 'mean' or 'zero' here, got {quoted(ablation)} (resampled values belong to prompts: see "
-            "evaluate)"
+            f"ablation must be 'mean' or 'zero' here, got {quoted(ablation)} (resampled values belong to prompts: see evaluate)"
         )
     return {site: mean if ablation == "mean" else torch.zeros_like(mean) for site, mean in scores.means.items()}
 
@@ -214,9 +211,7 @@ def replaced(
 
 
 @with_torch_defaults
-def intervention_hooks(
-    scores: UnitScores, units: Any, mode: str = "keep", *, ablation: str = "mean"
-) -> list[tuple[str, Any]]:
+def intervention_hooks(scores: UnitScores, units: Any, mode: str = "keep", *, ablation: str = "mean") -> list[tuple[str, Any]]:
     """Hooks for `model.run_with_hooks(tokens, fwd_hooks=...)` that keep or ablate a set of units.
 
     They act where the scores were taken: at the last position, or at all of them. The factors must be attached. `units` are

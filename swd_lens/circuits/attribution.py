@@ -118,9 +118,8 @@ def attribute(
 
 
 _HELP = [
-    fill(f'"{name}": {each.about}', 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
-    for name, each in SCORES.items()
+    fill(f'"{name}": {each.about}', 120, initial_indent=" " * 8, subsequent_indent=" " * 12) for name, each in SCORES.items()
 ]
-attribute.__doc__ = (
-    f"{(attribute.__doc__ or '').rstrip()}\n\n    Scores (mu: the unit's mean, g: the margin):\n" + "\n".join(_HELP)
+attribute.__doc__ = f"{(attribute.__doc__ or '').rstrip()}\n\n    Scores (mu: the unit's mean, g: the margin):\n" + "\n".join(
+    _HELP
 )

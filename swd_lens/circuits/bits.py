@@ -22,9 +22,7 @@ from swd_lens.units.factors import Factors
 VALUE_BITS = 16  # half precision, in which models are stored
 
 
-def unit_bits(
-    read_nnz: Int[Tensor, " unit"], write_nnz: Int[Tensor, " unit"], d_in: int, d_out: int
-) -> Float[Tensor, " unit"]:
+def unit_bits(read_nnz: Int[Tensor, " unit"], write_nnz: Int[Tensor, " unit"], d_in: int, d_out: int) -> Float[Tensor, " unit"]:
     """Bits of each unit: its two supports as log-binomials, its values at `VALUE_BITS` each; float64, on the CPU.
 
     Args:

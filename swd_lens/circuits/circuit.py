@@ -146,9 +146,7 @@ class Circuit(Record):
         ranks, other_ranks = self.scores.ranks(), other.scores.ranks()
         own, others, columns = set(self.units), set(other.units), {}
         groups = {"both": (own & others, ranks), "this": (own - others, ranks), "other": (others - own, other_ranks)}
-        listed = [
-            (name, *unit) for name, (of, by) in groups.items() for unit in sorted(of, key=lambda u: by[u[0]][u[1]])
-        ]
+        listed = [(name, *unit) for name, (of, by) in groups.items() for unit in sorted(of, key=lambda u: by[u[0]][u[1]])]
         columns["unit"] = [f"{site}/{unit}" for _, site, unit in listed]
         columns["in"] = [name for name, _, _ in listed]
         known = {"rank": ranks, "other rank": other_ranks, "score": self.scores.scores}
@@ -185,9 +183,7 @@ class Circuit(Record):
     def __repr__(self) -> str:
         sites = len({site for site, _ in self.units})
         task = self.scores.settings.get("task", "a task")
-        return (
-            f"Circuit({task}: {self.n_units} of {self.scores.n_units} units in {sites} sites, {self.n_edges:,} edges)"
-        )
+        return f"Circuit({task}: {self.n_units} of {self.scores.n_units} units in {sites} sites, {self.n_edges:,} edges)"
 
     def parts(self) -> tuple[Any, ...]:
         return (self.table(),)

@@ -102,9 +102,7 @@ def compare(
     return comparison_over_hosts(protocol, methods, hosts or {}, **how)
 
 
-def comparison_over_hosts(
-    protocol: Protocol, methods: Mapping[str, Any], hosts: Mapping[str, Any], **how: Any
-) -> Comparison:
+def comparison_over_hosts(protocol: Protocol, methods: Mapping[str, Any], hosts: Mapping[str, Any], **how: Any) -> Comparison:
     """`comparison_of` where some methods have hosts of their own; the protocol's comes first.
 
     Raises:
@@ -121,9 +119,7 @@ def comparison_over_hosts(
     def on(run: Protocol, given: Mapping[str, Any]) -> Comparison:
         sources, groups = sources_of(given)
         known = {name: each for name, each in measured.items() if name in sources}
-        return comparison_of(
-            run, sources, groups, measured=known, roles={n: roles[n] for n in given if n in roles}, **how
-        )
+        return comparison_of(run, sources, groups, measured=known, roles={n: roles[n] for n in given if n in roles}, **how)
 
     compared = on(protocol, own)
     for name, host in hosts.items():
@@ -205,9 +201,7 @@ def check_tasks(tasks: Any) -> list[Task]:
     if not names:
         raise ValueError("no task to compare on: pass a Task, or several")
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(
-            f"two tasks are called {legible(', '.join(map(repr, twice)))}; results are kept by name: rename one"
-        )
+        raise ValueError(f"two tasks are called {legible(', '.join(map(repr, twice)))}; results are kept by name: rename one")
     return listed
 
 

@@ -92,9 +92,7 @@ class TrainingPass:
     def runner(self) -> Runner:
         return Runner(self.host, self.units, self.fast_forward, self.dense)
 
-    def moved(
-        self, mean: Float[Tensor, "*pos unit"], z: Float[Tensor, "batch pos unit"]
-    ) -> Float[Tensor, "batch _pos unit"]:
+    def moved(self, mean: Float[Tensor, "*pos unit"], z: Float[Tensor, "batch pos unit"]) -> Float[Tensor, "batch _pos unit"]:
         """z - mu at the positions that count."""
         return z[:, self.counted] - aligned(mean, z.shape[1]).to(z)[None][:, self.counted]
 

@@ -260,9 +260,7 @@ class CostCurve(Record):
         if not self.margins:
             raise ValueError("this curve carries no margins (it was made by hand, not by evaluate)")
         if self.margins["full"].numel() < 2:
-            raise ValueError(
-                f"{quoted(self.task)} was measured on a single prompt: an interval over prompts needs two at least"
-            )
+            raise ValueError(f"{quoted(self.task)} was measured on a single prompt: an interval over prompts needs two at least")
         if not self.carries:
             self._warn_not_carried()
             return None, None

@@ -27,9 +27,7 @@ from swd_lens.units.unit_set import require_made_for
 _SCORES, _MEANS, _EDGES, _BITS, _MARGINS = "scores", "means", "edges", "bits", "margins"
 
 
-def kept_scores(
-    parts: StepCache, key: Key, make: Callable[[], UnitScores], units: Mapping[str, Any] | None = None
-) -> UnitScores:
+def kept_scores(parts: StepCache, key: Key, make: Callable[[], UnitScores], units: Mapping[str, Any] | None = None) -> UnitScores:
     """Scores of a part, made now or finished earlier.
 
     Raises:
@@ -131,9 +129,7 @@ class DenseCache:
     def residual(self, host: Host, tokens: Int[Tensor, "batch pos"], layer: int) -> Float[Tensor, "batch pos d_model"]:
         """Residual stream that enters a block, at every position."""
         with torch.no_grad():
-            return self._made(
-                ("residual", layer), tokens, lambda: host.residual(tokens, layer), lambda residual: residual.nbytes
-            )
+            return self._made(("residual", layer), tokens, lambda: host.residual(tokens, layer), lambda residual: residual.nbytes)
 
     def _made(self, key: tuple[Any, ...], tokens: Tensor, make: Callable[[], Any], size: Callable[[Any], int]) -> Any:
         """Kept, or made now and kept where there is room; by the ids themselves: buckets of prompts are made anew each time."""

@@ -195,9 +195,7 @@ class _Judged:
         return pd.concat([measured(self.margins, self.carried, task), self.further], axis=1)
 
 
-def _judged(
-    runner: InterventionRunner, circuits: Sized, left_out: Callable[[Tensor], Masks], kl: bool = False
-) -> _Judged:
+def _judged(runner: InterventionRunner, circuits: Sized, left_out: Callable[[Tensor], Masks], kl: bool = False) -> _Judged:
     """Run all circuits kept, then all ablated.
 
     Args:
@@ -242,9 +240,7 @@ def _on_validation(runner: InterventionRunner, prefixes: _Prefixes, random_sets:
     return rows.assign(**{"random drop": best})
 
 
-def _curve(
-    judged: _Judged, prefixes: _Prefixes, task: str, settings: Mapping[str, Any], validation: pd.DataFrame
-) -> CostCurve:
+def _curve(judged: _Judged, prefixes: _Prefixes, task: str, settings: Mapping[str, Any], validation: pd.DataFrame) -> CostCurve:
     carried, margins = judged.carried, judged.margins
     return CostCurve(
         rows=pd.concat([prefixes.costs, judged.rows(task)], axis=1),

@@ -86,9 +86,7 @@ class Runner:
         dense: what is known of the dense host.
     """
 
-    def __init__(
-        self, host: Host, units: Mapping[str, Units], fast_forward: FastForward, dense: DenseCache | None = None
-    ):
+    def __init__(self, host: Host, units: Mapping[str, Units], fast_forward: FastForward, dense: DenseCache | None = None):
         self.host, self.units, self.fast_forward = host, units, fast_forward
         self.dense = DenseCache(0) if dense is None else dense
 

@@ -158,11 +158,7 @@ class Fidelity(Record):
         sites = pd.DataFrame({"site": list(self.relmse), "relMSE": list(self.relmse.values())})
         if self.local_relmse:
             sites["local relMSE"] = [self.local_relmse.get(site, float("nan")) for site in self.relmse]
-        return (
-            self.table(),
-            "relMSE by site, largest first:",
-            sites.sort_values("relMSE", ascending=False, kind="stable"),
-        )
+        return (self.table(), "relMSE by site, largest first:", sites.sort_values("relMSE", ascending=False, kind="stable"))
 
 
 @with_torch_defaults
@@ -339,9 +335,7 @@ class _Runs:
         kept: what enters the first replaced block is kept there.
     """
 
-    def __init__(
-        self, host: Host, units: Mapping[str, UnitSet], alone: Attachment | None, kept: DenseCache | None = None
-    ):
+    def __init__(self, host: Host, units: Mapping[str, UnitSet], alone: Attachment | None, kept: DenseCache | None = None):
         self.host, self.units, self.alone, self.kept, self.staged = host, units, alone, kept, True
         self.buffers, self.end = Buffers(), host.model.cfg.n_layers
         self.counted: Tensor | None = None  # (batch, pos) positions of the present batch that count; None: all
@@ -361,9 +355,7 @@ class _Runs:
                 agrees = agrees and ends_in_whole_logits(self.host, few, run, shortcut=_STAGES)
         self.staged = agrees
 
-    def add(
-        self, batch: Int[Tensor, "batch pos"], sums: Mapping[str, _Sums], watching: AbstractContextManager[Any]
-    ) -> None:
+    def add(self, batch: Int[Tensor, "batch pos"], sums: Mapping[str, _Sums], watching: AbstractContextManager[Any]) -> None:
         """Add this batch's part to every replacement's sums; `watching` is open while the dense host runs."""
         with self._dense_host(), watching, recording(self.host, outputs=self.sites, keep=Tensor.float) as seen:
             dense = self._dense(batch)
@@ -417,9 +409,7 @@ class _Runs:
             return self.host.run(batch)
         return self.host.residual(batch, self.end, start=self._starts[self.first[name]])
 
-    def _logits(
-        self, tokens: Int[Tensor, "row pos"], end: Float[Tensor, "row pos _width"]
-    ) -> Float[Tensor, "row pos vocab"]:
+    def _logits(self, tokens: Int[Tensor, "row pos"], end: Float[Tensor, "row pos _width"]) -> Float[Tensor, "row pos vocab"]:
         return self.host.unembed(tokens, end) if self.staged else end
 
     def _chunks(self, batch: Int[Tensor, "batch pos"]) -> Iterator[tuple[slice, slice]]:

@@ -83,9 +83,7 @@ class LocalErrors:
                 _add(self._errors[name], site.name, that_count(lost, self._counted))
 
 
-def that_count(
-    value: Float[Tensor, "*batch d"], counted: Bool[Tensor, "rows pos"] | None
-) -> Float[Tensor, "*counted d"]:
+def that_count(value: Float[Tensor, "*batch d"], counted: Bool[Tensor, "rows pos"] | None) -> Float[Tensor, "*counted d"]:
     """The vectors at positions that count, one per token being there; None: as they are."""
     if counted is None:
         return value

@@ -63,9 +63,7 @@ class Margins:
         return Margins(**{field.name: by_content(getattr(self, field.name), contents) for field in fields(self)})
 
 
-def by_content(
-    values: Float[Tensor, "*circuit prompt"], contents: Sequence[Hashable]
-) -> Float[Tensor, "*circuit _content"]:
+def by_content(values: Float[Tensor, "*circuit prompt"], contents: Sequence[Hashable]) -> Float[Tensor, "*circuit _content"]:
     """Values of prompts as values of contents (names, years, ...), with the same mean.
 
     Prompts about one name or year share most of what their margins differ by, and other splits have other names: what a mean
@@ -223,9 +221,7 @@ def mean_interval(values: Float[Tensor, "circuit prompt"], level: float = LEVEL)
     return mean - below * error_of_mean, mean + above * error_of_mean
 
 
-def ratio_interval(
-    part: Float[Tensor, "circuit prompt"], whole: Float[Tensor, " prompt"], level: float = LEVEL
-) -> Ends:
+def ratio_interval(part: Float[Tensor, "circuit prompt"], whole: Float[Tensor, " prompt"], level: float = LEVEL) -> Ends:
     """Fieller's interval of mean(part) / mean(whole), prompts paired.
 
     It holds every r for which mean(part - r whole) is within its interval of 0; how far that one reaches to each side is taken
@@ -297,9 +293,7 @@ def crossing_interval(
     first = torch.arange(len(costs) - 1).repeat_interleave(len(steps))
     place = torch.cat([logs[first] + share[:, 0] * (logs[first + 1] - logs[first]), logs[-1:]])
     values = contrast.double()
-    lower, upper = mean_interval(
-        torch.cat([(1 - share) * values[first] + share * values[first + 1], values[-1:]]), level
-    )
+    lower, upper = mean_interval(torch.cat([(1 - share) * values[first] + share * values[first + 1], values[-1:]]), level)
     possible, unsure = (upper >= 0).nonzero()[:, 0], (lower < 0).nonzero()[:, 0]
     # The threshold may be reached from between the step before on.
     low = float(place[max(0, int(possible[0]) - 1)].expm1()) if len(possible) else None

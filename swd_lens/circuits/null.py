@@ -120,11 +120,7 @@ class CircuitNull(Record):
 
     def parts(self) -> tuple[Any, ...]:
         edges = self.rows["edges"].iloc[1:]
-        return (
-            self.plot(),
-            self.table(),
-            f"The random circuits have {int(edges.min()):,} to {int(edges.max()):,} edges.",
-        )
+        return (self.plot(), self.table(), f"The random circuits have {int(edges.min()):,} to {int(edges.max()):,} edges.")
 
 
 @with_torch_defaults
@@ -188,21 +184,12 @@ def circuit_null(
     pool = _Pool.of(subject, match)
     generator = torch.Generator().manual_seed(seed)
     provenance = {"kind": "random", "match": match, "seed": seed}
-    draws = [
-        Circuit(pool.draw(generator), scores, subject.edges, {**provenance, "draw": i}, subject.bits) for i in range(n)
-    ]
+    draws = [Circuit(pool.draw(generator), scores, subject.edges, {**provenance, "draw": i}, subject.bits) for i in range(n)]
     named = {"circuit": subject} | {f"random {i}": drawn for i, drawn in enumerate(draws)}
     rows = evaluate_circuits(model, units, split, named, **how)
     # A drop is what ablation takes off the margin with all units.
     q_full = float(rows["drop"].iloc[0] + rows["q ablate"].iloc[0])
-    settings = {
-        "match": match,
-        "n": n,
-        "seed": seed,
-        "ablation": ablation,
-        "test_split": split.name,
-        "n_test": len(split),
-    }
+    settings = {"match": match, "n": n, "seed": seed, "ablation": ablation, "test_split": split.name, "n_test": len(split)}
     settings |= {"pool units": len(pool.units), "stratum": pool.stratum, "circuit": dict(subject.provenance)}
     return CircuitNull(rows, split.task, q_full, settings, (subject, *draws))
 
@@ -243,8 +230,7 @@ class _Pool:
         stratum = STRATUM * int(members.sum()) if match == "score" else None
         if bool(members.all()):
             raise ValueError(
-                f"the circuit has all {int(members.sum()):,} units that read and write: no other circuit can be drawn "
-                "beside it"
+                f"the circuit has all {int(members.sum()):,} units that read and write: no other circuit can be drawn beside it"
             )
         return cls(ranked, edges, members, stratum)
 

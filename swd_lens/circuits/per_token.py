@@ -323,9 +323,7 @@ def fewest_by_output(
     # Products of all pairs, where they are no larger than what else is in memory; else of the chosen ones, step by step.
     products = vectors @ vectors.T if order == "greedy" and 4 * n_units**2 <= _BYTES else None
     found = [
-        _greedily(part, vectors, products, 1 - recovered)
-        if order == "greedy"
-        else _by_size(part, vectors, 1 - recovered)
+        _greedily(part, vectors, products, 1 - recovered) if order == "greedy" else _by_size(part, vectors, 1 - recovered)
         for part in moved.split(at_once)
     ]
     return torch.cat(found).cpu()
@@ -365,9 +363,7 @@ def _greedily(
     return needed
 
 
-def _by_size(
-    moved: Float[Tensor, "token unit"], vectors: Float[Tensor, "unit d_out"], left: float
-) -> Int[Tensor, " token"]:
+def _by_size(moved: Float[Tensor, "token unit"], vectors: Float[Tensor, "unit d_out"], left: float) -> Int[Tensor, " token"]:
     """The longest contributions first; the first k at which the residual is short enough."""
     n_units = moved.shape[1]
     residual = moved @ vectors

@@ -119,8 +119,7 @@ def _legend(figure: Any, drawn: Mapping[str, Any], methods: Mapping[str, Sequenc
         How many lines of text it has.
     """
     labels = [
-        literal(label if len(curves) == 1 else f"{label}, mean ± sd of {len(curves)} seeds")
-        for label, curves in methods.items()
+        literal(label if len(curves) == 1 else f"{label}, mean ± sd of {len(curves)} seeds") for label, curves in methods.items()
     ]
     handles = [drawn[label] for label in methods]
     longest = int(_LETTERS * inches) - _LINE

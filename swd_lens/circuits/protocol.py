@@ -142,9 +142,7 @@ def _measure(protocol: Protocol, group: Mapping[str, UnitSet | None], outcomes: 
             outcomes.fidelities[name] = new[name]
         else:
             key = protocol.key_of("fidelity", name)
-            outcomes.fidelities[name] = protocol.parts.values(
-                key, lambda name=name: new[name].as_dict(), Fidelity.from_dict
-            )
+            outcomes.fidelities[name] = protocol.parts.values(key, lambda name=name: new[name].as_dict(), Fidelity.from_dict)
 
 
 def _circuits(protocol: Protocol, name: str, units: UnitSet | None, outcomes: Outcomes, bar: Any) -> None:

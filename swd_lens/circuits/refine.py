@@ -273,9 +273,7 @@ class _Search:
         if self.others is not None:
             of_contents.append(by_content(self.others._contrast(kept), self.others.contents))
         degrees = [values.shape[1] - 1 for values in of_contents]
-        spread = sum(
-            (d * values.var(1) for d, values in zip(degrees, of_contents, strict=True)), start=torch.zeros(len(kept))
-        )
+        spread = sum((d * values.var(1) for d, values in zip(degrees, of_contents, strict=True)), start=torch.zeros(len(kept)))
         spread = spread / max(1, sum(degrees))
         # A content of theirs may have fewer prompts than one of these; never less than prompts of their own give.
         there = torch.maximum(spread / self.n_further, contrast.var(1) / contrast.shape[1])
@@ -341,9 +339,7 @@ class _Search:
             passed.append(other)
         return passed
 
-    def removed(
-        self, kept: Bool[Tensor, " unit"], passed: list[Bool[Tensor, " unit"]] | None = None
-    ) -> Bool[Tensor, " unit"]:
+    def removed(self, kept: Bool[Tensor, " unit"], passed: list[Bool[Tensor, " unit"]] | None = None) -> Bool[Tensor, " unit"]:
         """The circuit after removing whatever can go; of large ones, until a step saves little.
 
         Args:
@@ -390,9 +386,7 @@ class _Search:
             between[row, gone[:size]] = False
         return between
 
-    def _without_most(
-        self, kept: Bool[Tensor, " unit"], order: Int[Tensor, " candidate"]
-    ) -> Bool[Tensor, " unit"] | None:
+    def _without_most(self, kept: Bool[Tensor, " unit"], order: Int[Tensor, " candidate"]) -> Bool[Tensor, " unit"] | None:
         """Without as many of the first candidates as can go together (to the unit, by two grids); None if not even one."""
         low, high = 0, len(order)
         while high > low:

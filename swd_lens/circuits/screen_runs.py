@@ -113,9 +113,7 @@ class ScreenRuns:
         """Names of what runs leave out."""
         return ["start"] * self.starts + ["prefix"] * self.keeps_prefix
 
-    def screen(
-        self, interventions: Mapping[str, Sequence[Site]], described: str | None = None
-    ) -> tuple[Outcome, Outcome]:
+    def screen(self, interventions: Mapping[str, Sequence[Site]], described: str | None = None) -> tuple[Outcome, Outcome]:
         """The dense host's outcome, and that of the interventions, a row each; `described`: as progress, None shows none."""
         dense = Outcome.empty(1, len(self.split))
         layers = sorted({min(site.layer for site in sites) for sites in interventions.values()})

@@ -70,9 +70,7 @@ def _register(name: str, train: Callable[..., LearnedUnits], recipes: Any, summa
         site: Annotated[str, Option("--site", help="One matrix, blocks.8.mlp_out, or a whole MLP, blocks.8.mlp.")],
         model_options: ModelOptions,
         text: TrainingTextOptions,
-        n_tokens: Annotated[
-            int | None, Option("--n-tokens", help="Tokens to train on; default the preset's.", min=1)
-        ] = None,
+        n_tokens: Annotated[int | None, Option("--n-tokens", help="Tokens to train on; default the preset's.", min=1)] = None,
         preset: Annotated[str, _preset_option(recipes)] = DEFAULT,
         settings: SetOption = None,
         checkpoint_every: EveryOption = 100,
@@ -193,9 +191,7 @@ def _process() -> tuple[bool, str | None]:
 class LikeOptions(ModelOptions):
     """A model whose shape and tokenizer are taken."""
 
-    model: Annotated[
-        str, Option("--like", help="A model whose shape and tokenizer are taken, as --model elsewhere.")
-    ] = "default"
+    model: Annotated[str, Option("--like", help="A model whose shape and tokenizer are taken, as --model elsewhere.")] = "default"
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,7 @@ def best_circuits(
         ValueError: two tasks of the same name, or one whose folder would be a file of ours.
     """
     require_names("task", [task.name for task in tasks])
-    say_memory_needed(
-        {"best circuit": estimate(model, OUTPUTS if sites == "auto" else sites, tokens=texts[0]).peak_bytes}
-    )
+    say_memory_needed({"best circuit": estimate(model, OUTPUTS if sites == "auto" else sites, tokens=texts[0]).peak_bytes})
     by_task: dict[str, BestCircuit] = {}
     with writing(out, "circuit"):
         for task in tasks:

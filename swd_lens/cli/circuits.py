@@ -121,9 +121,7 @@ def circuit(
     ] = None,
     factors: Annotated[
         list[Path] | None,
-        Option(
-            help="Folder of finished factors, or of what finetune or replace left (then the tuned ones); repeatable."
-        ),
+        Option(help="Folder of finished factors, or of what finetune or replace left (then the tuned ones); repeatable."),
     ] = None,
     task: Annotated[list[str], Option("--task", help="Task family or path to an auto-circuit JSON file; repeatable.")],
     model_options: LargeModelOptions,
@@ -134,14 +132,11 @@ def circuit(
     text: TextOptions,
     n_train: Annotated[int, Option(help="Prompts of each task that score units.", min=1)] = 600,
     n_validation: Annotated[
-        int | None,
-        Option(help="Prompts of each task that choose between circuits. [default: as many as --n-test]", min=1),
+        int | None, Option(help="Prompts of each task that choose between circuits. [default: as many as --n-test]", min=1)
     ] = None,
     n_test: Annotated[int, Option(help="Prompts of each task that judge circuits.", min=1)] = 200,
     positions: Annotated[list[str], Option(help="'scoring' (paper), 'all', or both by repeating.")] = ["scoring"],  # noqa: B006 - typer copies it
-    ablation: Annotated[
-        list[str], Option(help="What replaces a unit: its 'mean' (paper), 'zero', or both by repeating.")
-    ] = ["mean"],  # noqa: B006 - typer copies it
+    ablation: Annotated[list[str], Option(help="In place of a unit: its 'mean' (paper), 'zero', or both.")] = ["mean"],  # noqa: B006 - too
     controls: Annotated[
         str | None,
         Option(
@@ -222,11 +217,7 @@ def circuit(
                 f"--sites auto: the model does none of these tasks ({legible(', '.join(screened.tasks))}), so no site "
                 "matters to them; name sites"
             )
-        read: dict[str, Any] = {
-            "calibration_tokens": tokens,
-            "heldout_length": heldout.shape[1],
-            "n_beside": len(baselines),
-        }
+        read: dict[str, Any] = {"calibration_tokens": tokens, "heldout_length": heldout.shape[1], "n_beside": len(baselines)}
         say_memory_needed(memory_of(model, surfaces or {"": replaced}, tasks, **read, **study))
         if not known:
             named = [[site.name for site in find_sites(model, pattern)] for pattern in surfaces.values()]
@@ -259,9 +250,7 @@ def _refuse_beside_best(of_a_study: Mapping[str, Any], text: TextOptions) -> Non
             "leave out --best"
         )
     if not text.tokens:
-        raise TokenError(
-            "a goal (kl= or ce=) needs tokens: factors are fitted on a part of the text and judged on another one"
-        )
+        raise TokenError("a goal (kl= or ce=) needs tokens: factors are fitted on a part of the text and judged on another one")
 
 
 def _read_tasks(names: Sequence[str], model: Any, sizes: Mapping[str, Any]) -> list[Task]:
@@ -342,9 +331,7 @@ def _deliver(run: Run, out: Path, printed: OutputOptions) -> None:
 
 @command(app)
 def report(
-    folder: Annotated[
-        Path, Argument(metavar="RUN", help="Folder that `swd-lens demo`, `swd-lens circuit` or Run.save wrote.")
-    ],
+    folder: Annotated[Path, Argument(metavar="RUN", help="Folder that `swd-lens demo`, `swd-lens circuit` or Run.save wrote.")],
     *,
     out: Annotated[Path | None, Option(help="HTML file to write; RUN/report.html where not given.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the run's numbers as JSON instead of tables.")] = False,

@@ -85,36 +85,26 @@ def graph(
         list[str] | None,
         Option("--sites", help="Pattern of sites; repeatable. [default: those that the task needs, by a screen]"),
     ] = None,
-    factors: Annotated[
-        Path | None, Option(help="Folder of finished factors; then nothing is screened or solved.")
-    ] = None,
+    factors: Annotated[Path | None, Option(help="Folder of finished factors; then nothing is screened or solved.")] = None,
     sparsity: Annotated[float, Option("--sparsity", "-s", help="s in (0, 1).")] = 0.75,
     text: GraphTextOptions,
     n_train: Annotated[int, Option(help="Prompts of the task to find aligned ones among.", min=1)] = 64,
     best: Annotated[int, Option(help="Units in the graph: so many, the best.", min=1)] = 60,
     edges: Annotated[int, Option(help="Edges in the graph, the strongest.", min=1)] = 300,
     prompts: Annotated[
-        int,
-        Option(
-            help="Aligned prompts of the task: they score units, and their mean graph stands beside the prompt's.",
-            min=2,
-        ),
+        int, Option(help="Aligned prompts of the task: they score units, and their mean graph stands beside the prompt's.", min=2)
     ] = 16,
     labels: Annotated[
         Path | None, Option(help="Labels of units: what the page's download gave, or a file of UnitLabels.")
     ] = None,
-    export: Annotated[
-        list[str] | None, Option(help=f"Also for the viewer of: {', '.join(EXPORTS)}; repeatable.")
-    ] = None,
+    export: Annotated[list[str] | None, Option(help=f"Also for the viewer of: {', '.join(EXPORTS)}; repeatable.")] = None,
     overwrite: OverwriteOption = False,
     solver: GraphSolverOptions,
     printed: OutputOptions,
 ) -> None:
     """A task's circuit as a graph of units that opens in a browser: from a model's name to a page, in minutes."""
     if sites and factors:
-        raise ValueError(
-            "--sites and --factors: name the matrices to factorize, or a folder of finished factors, not both"
-        )
+        raise ValueError("--sites and --factors: name the matrices to factorize, or a folder of finished factors, not both")
     for target in export or ():
         one_of("--export", target, EXPORTS)
     named = None if labels is None else UnitLabels.load(labels)
@@ -203,9 +193,7 @@ def graph(
 def _needed(model: Any, task: Task, aligned: Aligned, kept: StepCache) -> list[str]:
     """Find the sites that the task needs, by a screen."""
     say("screen the outputs: what does the task lose where one is its mean?")
-    screened = kept.values(
-        ("screen",), lambda: screened_outputs(model, task, aligned, progress=True).as_dict(), Screen.from_dict
-    )
+    screened = kept.values(("screen",), lambda: screened_outputs(model, task, aligned, progress=True).as_dict(), Screen.from_dict)
     (dense,) = screened.tasks.values()
     if dense.remark:
         say(f"note: {task.name}: {dense.remark}")
@@ -216,13 +204,7 @@ def _needed(model: Any, task: Task, aligned: Aligned, kept: StepCache) -> list[s
 
 
 def _drawn(
-    model: Any,
-    units: UnitSet,
-    circuit: Circuit,
-    aligned: Aligned,
-    prompt: str | None,
-    edges: int,
-    labels: UnitLabels | None,
+    model: Any, units: UnitSet, circuit: Circuit, aligned: Aligned, prompt: str | None, edges: int, labels: UnitLabels | None
 ) -> tuple[graphs.UnitGraph, graphs.UnitGraph | None]:
     """Draw the graph of one prompt, and that of the task to stand beside it."""
     named = {} if labels is None else {unit: label.label for unit, label in labels.items()}

@@ -140,8 +140,7 @@ def replace(
     model_options: LargeModelOptions,
     sparsity: SparsityOption = 0.685,
     budgets: Annotated[
-        str | None,
-        Option(help=f"One s for all matrices, or the same total allocated: {', '.join(BUDGETS)}. [default: kl]"),
+        str | None, Option(help=f"One s for all matrices, or the same total allocated: {', '.join(BUDGETS)}. [default: kl]")
     ] = None,
     text: ReplaceTextOptions,
     finetune: Annotated[
@@ -222,9 +221,7 @@ def estimate(
     *,
     sites: SitesOption = ["all"],  # noqa: B006 - typer copies it
     model_options: ModelOptions,
-    shape: Annotated[
-        list[str] | None, Option(help="'17408x5120', d_in by d_out, in place of a model; repeatable.")
-    ] = None,
+    shape: Annotated[list[str] | None, Option(help="'17408x5120', d_in by d_out, in place of a model; repeatable.")] = None,
     sparsity: SparsityOption = 0.5,
     tokens: TokensOption = 16_384,
     solver: SolverOptions,

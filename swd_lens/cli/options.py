@@ -60,11 +60,7 @@ _running = _Running()
 
 
 HostOption = Annotated[
-    str,
-    Option(
-        "--host",
-        help=f"Load it as: {', '.join(KINDS)}. auto: HookedTransformer where possible, else TransformerBridge.",
-    ),
+    str, Option("--host", help=f"Load it as: {', '.join(KINDS)}. auto: HookedTransformer where possible, else TransformerBridge.")
 ]
 SitesOption = Annotated[
     list[str], Option("--sites", help="Pattern of sites, e.g. blocks.8.mlp_out or 'blocks.*.mlp_out'; repeatable.")
@@ -75,14 +71,11 @@ HeldoutOption = Annotated[int, Option("--heldout-tokens", help="Held-out tokens 
 SparsityOption = Annotated[float, Option("--sparsity", "-s", help="s in (0, 1): the fraction of edges removed.")]
 KlOption = Annotated[
     float | None,
-    Option(
-        "--kl", help="A goal: the largest KL(dense || replaced), nats per prediction of text that was not fitted on."
-    ),
+    Option("--kl", help="A goal: the largest KL(dense || replaced), nats per prediction of text that was not fitted on."),
 ]
 CeOption = Annotated[float | None, Option("--ce", help="A goal: the largest increase of CE, as for --kl.")]
 CalibrationOption = Annotated[
-    str,
-    Option(help="Inputs from the host with everything earlier replaced (sequential), every earlier block, or dense."),
+    str, Option(help="Inputs from the host with everything earlier replaced (sequential), every earlier block, or dense.")
 ]
 WorkersOption = Annotated[str, Option(help="Matrices solved at a time, in processes of their own; or 'ray'.")]
 OverwriteOption = Annotated[bool, Option("--overwrite", help="Start again in place of what the folder holds.")]
@@ -128,9 +121,7 @@ class ModelOptions:
 class LargeModelOptions(ModelOptions):
     """A model that may need half precision or several devices."""
 
-    dtype: Annotated[str, Option(help="Of the host: float32, bfloat16, float16. Solving is float32 always.")] = (
-        "float32"
-    )
+    dtype: Annotated[str, Option(help="Of the host: float32, bfloat16, float16. Solving is float32 always.")] = "float32"
     device_map: Annotated[str | None, Option(help="'auto' lays a large host over several devices.")] = None
 
     def load(self, sites: Any = None, device: str | None = None, **options: Any) -> Any:
@@ -216,9 +207,9 @@ class SolverOptions:
             "(the side that the text's next tokens need less of; the default).",
         ),
     ] = None
-    outer_iterations: Annotated[
-        int | None, Option("--outer-iterations", help="Of the solver; default the preset's.", min=4)
-    ] = None
+    outer_iterations: Annotated[int | None, Option("--outer-iterations", help="Of the solver; default the preset's.", min=4)] = (
+        None
+    )
     weigh_outputs: Annotated[
         bool, Option("--weigh-outputs", help="Refit the values so that errors count as the loss sees them (ours).")
     ] = False

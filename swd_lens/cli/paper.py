@@ -27,29 +27,20 @@ _ALL, _REPORT = "all", "report"
 def paper(
     item: Annotated[
         str | None,
-        Argument(
-            metavar="ITEM", help="An item, 'all', or 'report' (with its folder). Without one the items are listed."
-        ),
+        Argument(metavar="ITEM", help="An item, 'all', or 'report' (with its folder). Without one the items are listed."),
     ] = None,
     folder: Annotated[Path | None, Argument(metavar="DIR", help="Of 'report': the folder of finished items.")] = None,
     *,
     profile: Annotated[str, Option(help=f"Settings: {', '.join(items.PROFILES)}.")] = "small",
-    model: Annotated[
-        str | None, Option("--model", help="In place of the profile's: a name, a folder, or a GGUF file.")
-    ] = None,
+    model: Annotated[str | None, Option("--model", help="In place of the profile's: a name, a folder, or a GGUF file.")] = None,
     host: HostOption = "auto",
     text: Annotated[
-        str | None,
-        Option(help="In place of the profile's: a text file, or the name of a text ('sotu', 'fineweb-edu')."),
+        str | None, Option(help="In place of the profile's: a text file, or the name of a text ('sotu', 'fineweb-edu').")
     ] = None,
     out: Annotated[Path | None, Option(help="Folder of all items; what they share is made once.")] = None,
     settings: Annotated[
         list[str] | None,
-        Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="A setting in place of the profile's, as JSON or plain text; repeatable.",
-        ),
+        Option("--set", metavar="NAME=VALUE", help="A setting in place of the profile's, as JSON or plain text; repeatable."),
     ] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Print every setting and the cost; do nothing.")] = False,
     overwrite: OverwriteOption = False,
@@ -75,9 +66,7 @@ def paper(
         _run(printed, item, profile, model, host, text, out, overwrite, parsed_settings(settings))
 
 
-def _show_plan(
-    printed: OutputOptions, item: str, profile: str, model: str | None, host: str, values: dict[str, Any]
-) -> None:
+def _show_plan(printed: OutputOptions, item: str, profile: str, model: str | None, host: str, values: dict[str, Any]) -> None:
     # A model that no profile names has to be loaded, to know its sizes.
     known = model is None or model in SHAPES
     planned = items.plan(item, profile, model if known else _load(str(model), host), **values)
@@ -109,9 +98,7 @@ def _run(
     values: dict[str, Any],
 ) -> None:
     names = items_named(item, profile)
-    first = items.plan(item, profile, **values).settings[
-        0
-    ]  # a bad item or setting fails here, before anything is loaded
+    first = items.plan(item, profile, **values).settings[0]  # a bad item or setting fails here, before anything is loaded
     steps = plan("load", *names, "write", complete=True)
     say(f"load {model or first['model']}")
     loaded = _load(model or first["model"], host)

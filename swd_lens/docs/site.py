@@ -113,7 +113,6 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     pages = [{Path(page).stem: page} for page in reference_pages() if not page.endswith("index.md")]
     reference = {"Reference": ["reference/index.md", *pages]}
     config.nav = [
-        reference if isinstance(item, dict) and item.get("Reference") == "reference/" else item
-        for item in config.nav or []
+        reference if isinstance(item, dict) and item.get("Reference") == "reference/" else item for item in config.nav or []
     ]
     return config

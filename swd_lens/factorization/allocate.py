@@ -122,8 +122,7 @@ def allocate(
         raise SparsityError("sparsity is a mapping already; allocate needs one number whose total is spent")
     if kl is not None and (by != "kl" or not 0 < kl < math.inf):
         raise ValueError(
-            f"kl={kl} with by={quoted(by)}: a goal is a summed KL above 0, in nats per prediction, which is measured with "
-            "by='kl'"
+            f"kl={kl} with by={quoted(by)}: a goal is a summed KL above 0, in nats per prediction, which is measured with by='kl'"
         )
     multiples = tuple(float(value) for value in grid)
     rising = all(a < b for a, b in itertools.pairwise(multiples))
@@ -171,8 +170,7 @@ def allocate(
     settings |= {"units": units, "tokens": job.n_tokens, "options": plain}
     settings |= {"judged": 0 if rows is None else rows.numel(), **standing_hooks(model)}
     site_budgets = {
-        site.name: SiteBudget(site.numel, uniform[site.name], allocated[site.name], curves[site.name])
-        for site in job.sites
+        site.name: SiteBudget(site.numel, uniform[site.name], allocated[site.name], curves[site.name]) for site in job.sites
     }
     return Allocation(float(sparsity), by, settings, site_budgets)
 

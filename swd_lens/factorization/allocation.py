@@ -53,9 +53,7 @@ class LossCurve(Record):
         if not self.edges or not rising or self.edges[0] < 0 or self.edges[-1] >= 2**63:
             raise ValueError(f"the budgets of a loss curve must rise, from 0 or more, got {self.edges}")
         if len(self.losses) != len(self.edges):
-            raise ValueError(
-                f"a loss curve needs one loss per budget: {len(self.edges)} budgets, {len(self.losses)} losses"
-            )
+            raise ValueError(f"a loss curve needs one loss per budget: {len(self.edges)} budgets, {len(self.losses)} losses")
         if not all(map(math.isfinite, self.losses)) or max(self.losses) <= 0:
             raise ValueError(f"a loss curve needs finite losses, a positive one among them, got {self.losses}")
 

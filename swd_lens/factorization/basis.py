@@ -189,9 +189,7 @@ def choose_basis(
     return chosen(model, find_sites(model, sites), as_stream(tokens, model), float(share), n_tokens, progress)
 
 
-def chosen(
-    model: Any, sites: Sequence[Site], stream: TokenStream, share: float, n_tokens: int, progress: bool
-) -> BasisChoice:
+def chosen(model: Any, sites: Sequence[Site], stream: TokenStream, share: float, n_tokens: int, progress: bool) -> BasisChoice:
     """Choose bases of sites that are found already, on a stream; see `choose_basis`."""
     require_loss(model, stream)
     n_rows = min(stream.n_rows, -(-n_tokens // stream.row_length))
@@ -241,11 +239,7 @@ def _costs_of(
 
 
 def _log_costs(
-    site: Site,
-    weight: Float[Tensor, "d_in d_out"],
-    at_site: AtSite,
-    share: float,
-    counted: Bool[Tensor, "rows pos"] | None,
+    site: Site, weight: Float[Tensor, "d_in d_out"], at_site: AtSite, share: float, counted: Bool[Tensor, "rows pos"] | None
 ) -> Float[Tensor, "prediction 2"]:
     """Logarithms of the edges at each token that counts and helps, on the sides of inputs and outputs."""
     read, gradient = at_site

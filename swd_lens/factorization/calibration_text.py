@@ -110,9 +110,7 @@ class KnownGrams:
             if not all(self._of(site) in kept or site.name in together for site in sites):
                 return None
             ordered = sorted(together.values(), key=lambda site: execution_key(site.name))
-            grams = collect_grams(
-                self.model, ordered, self.text, batch_size=self.batch_size, dtype=self.dtype, progress=progress
-            )
+            grams = collect_grams(self.model, ordered, self.text, batch_size=self.batch_size, dtype=self.dtype, progress=progress)
             kept |= {self._of(site): grams[site.name] for site in ordered}
             firsts |= {self._of(site): (grams.first_share[site.name], grams.first[site.name]) for site in ordered}
         by_site = {site.name: kept[self._of(site)] for site in sites}

@@ -107,9 +107,7 @@ class Checkpoint:
         try:
             _, stored = open_folder(self.folder)
             if others := [site for site in stored if site not in self.recipes]:
-                raise ResumeError(
-                    f"{self.folder} holds {', '.join(others)}, which this call does not factorize. {_WAYS_OUT}"
-                )
+                raise ResumeError(f"{self.folder} holds {', '.join(others)}, which this call does not factorize. {_WAYS_OUT}")
             finished = {site: Factors(**stored[site].parts()) for site in self.recipes if site in stored}
         except FactorFileError as cause:
             raise ResumeError(f"{cause}; or start again with overwrite=True") from cause
@@ -159,9 +157,7 @@ class Checkpoint:
             shard, changed = folder.name, differences(recipe, self.recipe(site))
             if not changed:
                 return lambda: Factors(**stored.parts())
-        raise ResumeError(
-            f"{self.folder} holds {site} of shard {shard}, made otherwise: {'; '.join(changed)}. {_WAYS_OUT}"
-        )
+        raise ResumeError(f"{self.folder} holds {site} of shard {shard}, made otherwise: {'; '.join(changed)}. {_WAYS_OUT}")
 
     def recipe(self, site: str) -> dict[str, Any]:
         """Everything that decides a site's factors, those before it included; for the provenance of what is added next."""
@@ -204,9 +200,7 @@ class Shard:
         try:
             number, count = (int(part) for part in parts)
         except (TypeError, ValueError):
-            raise ShardError(
-                f"shard={quoted(given)}: give number and count, as in '2/8', the second of eight"
-            ) from None
+            raise ShardError(f"shard={quoted(given)}: give number and count, as in '2/8', the second of eight") from None
         if not 1 <= number <= count:
             raise ShardError(f"shard={quoted(given)}: the number must lie between 1 and {max(count, 1)}")
         return cls(number, count)

@@ -246,11 +246,7 @@ def _factorized(job: Job, checkpoint: Checkpoint | None, *, progress: bool) -> F
     # 2. What earlier calls and shards have finished, and whether the rest fits.
     model = job.model
     finished = {} if checkpoint is None else checkpoint.resume()
-    done = {
-        site.name: _verify_resumed(job, checkpoint, site, finished[site.name])
-        for site in job.sites
-        if site.name in finished
-    }
+    done = {site.name: _verify_resumed(job, checkpoint, site, finished[site.name]) for site in job.sites if site.name in finished}
     plan = {row.site: row for row in forecast(job, done)}
     Estimate(tuple(plan.values()), available_bytes(next(model.parameters()).device), None, job.kind).require_fit()
     in_shards = {} if checkpoint is None else checkpoint.in_shards()
@@ -330,13 +326,7 @@ def _tasks(
 
 
 def _finished(
-    job: Job,
-    site: Site,
-    solved: Solved,
-    first_share: float | None,
-    n_routed: int | None,
-    recipe: Mapping[str, Any],
-    probed: bool,
+    job: Job, site: Site, solved: Solved, first_share: float | None, n_routed: int | None, recipe: Mapping[str, Any], probed: bool
 ) -> Factors:
     """The factors where the host's matrix is, with everything that they carry.
 

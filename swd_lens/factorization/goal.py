@@ -73,9 +73,7 @@ class Goal:
     def __post_init__(self) -> None:
         for name, value in (("kl", self.kl), ("ce", self.ce)):
             if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(
-                    f"{legible(name)}={value}: a goal is a number of nats per prediction above 0, say kl=1e-3"
-                )
+                raise ValueError(f"{legible(name)}={value}: a goal is a number of nats per prediction above 0, say kl=1e-3")
         if self.kl is None and self.ce is None:
             raise ValueError(f"kl={None}: a goal is a number of nats per prediction above 0, say kl=1e-3")
 
@@ -100,9 +98,7 @@ def divided(
         TokenError: no tokens, or bad ones; or a single row, and no held-out text.
     """
     if tokens is None:
-        raise TokenError(
-            "a goal (kl= or ce=) needs tokens: factors are fitted on a part of the text and judged on another one"
-        )
+        raise TokenError("a goal (kl= or ce=) needs tokens: factors are fitted on a part of the text and judged on another one")
     stream = text_for(model, tokens, exclude=exclude, attention_mask=attention_mask)
     if heldout is not None:
         fitted = stream if isinstance(stream, CalibrationText) else CalibrationText(stream, model)

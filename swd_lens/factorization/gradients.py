@@ -65,8 +65,7 @@ def require_loss(model: Any, stream: TokenStream) -> None:
         )
     if stream.row_length < 2:
         raise TokenError(
-            "tokens has rows of a single token, which predict nothing; gradients of the loss need rows of at least 2 "
-            "tokens"
+            "tokens has rows of a single token, which predict nothing; gradients of the loss need rows of at least 2 tokens"
         )
     require_no_dropout(model)
     require_gradients(model)
@@ -78,9 +77,7 @@ def rows_per_pass(stream: TokenStream) -> int:
 
 
 @contextmanager
-def gradient_passes(
-    model: Any, sites: Sequence[Site], first_row: Int[Tensor, "1 pos"], *, reads: bool = False
-) -> Iterator[Pass]:
+def gradient_passes(model: Any, sites: Sequence[Site], first_row: Int[Tensor, "1 pos"], *, reads: bool = False) -> Iterator[Pass]:
     """Prepare the dense host; yields a function that runs rows through it and back, and answers in execution order of sites.
 
     Args:
@@ -124,9 +121,7 @@ class _Shown:
 
         return keep
 
-    def gradients(
-        self, rows: Int[Tensor, "rows pos"], counted: Bool[Tensor, "rows predictions"] | None
-    ) -> dict[str, AtSite]:
+    def gradients(self, rows: Int[Tensor, "rows pos"], counted: Bool[Tensor, "rows predictions"] | None) -> dict[str, AtSite]:
         with torch.enable_grad():
             run = self.predictions.run(rows)
             read, written = self.read, self.written

@@ -242,9 +242,7 @@ class _Sums:
 
     def routed_counts(self) -> dict[str, int]:
         """Vectors that each expert's matrix read."""
-        return self.n_routed | {
-            name: self.n_routed[owner] for name, owner in self.owner.items() if owner in self.n_routed
-        }
+        return self.n_routed | {name: self.n_routed[owner] for name, owner in self.owner.items() if owner in self.n_routed}
 
     def means(self, n_tokens: int, n_routed: Mapping[str, int]) -> dict[str, Tensor]:
         """The Grams. Each sum goes as it is converted, so that at most one Gram lies beside the sums."""

@@ -88,9 +88,7 @@ class Job:
                     "transcoders stand there)"
                 )
         if how.weigh_outputs and tokens is None:
-            raise ValueError(
-                "weigh_outputs=True needs calibration tokens: gradients are those of the loss on text; give tokens="
-            )
+            raise ValueError("weigh_outputs=True needs calibration tokens: gradients are those of the loss on text; give tokens=")
         if how.weigh_outputs and isinstance(tokens, TokenStream) and not shapes_only:
             require_loss(model, tokens)
         sparsities = sparsity_of_each(matrices, sparsity)
@@ -224,11 +222,7 @@ class Job:
         """Site name -> everything that decides its factors, but for the factors before it (see checkpoint.py)."""
         how = self.how
         shared: dict[str, Any] = {"swd_lens": __version__, "preset": how.preset}
-        shared |= {
-            "units": how.units,
-            "calibration": self.kind,
-            **({"weigh_outputs": True} if how.weigh_outputs else {}),
-        }
+        shared |= {"units": how.units, "calibration": self.kind, **({"weigh_outputs": True} if how.weigh_outputs else {})}
         if self.stream is not None:
             shared["tokens_sha256"] = self.stream.fingerprint()
             shared["batch_size"] = how.batch_size  # the order of a sum

@@ -50,9 +50,7 @@ def matrices_of(shapes: Any, sites: Pattern) -> tuple[Site, ...]:
 def _matrix(name: str, shape: Any, number: int) -> Site:
     pair = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
     if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in pair):
-        raise ValueError(
-            f"{legible(name)}: {quoted(shape)} is no shape; give (d_in, d_out), two whole numbers of at least 1"
-        )
+        raise ValueError(f"{legible(name)}: {quoted(shape)} is no shape; give (d_in, d_out), two whole numbers of at least 1")
     return Site(*split_name(name), *pair) if is_site_name(name) else Shape(-1 - number, "mlp_out", *pair, label=name)
 
 
@@ -74,9 +72,7 @@ def sparsity_of_each(sites: Sequence[Site], sparsity: float | int | Mapping[str,
             if given.setdefault(site.name, float(s)) != float(s):
                 raise SparsityError(f"{site.name} is given two sparsities, {given[site.name]:g} and {float(s):g}")
     if missing := [site.name for site in sites if site.name not in given]:
-        raise SparsityError(
-            f"no sparsity is given for {', '.join(missing)}; name every site, or give one number for all"
-        )
+        raise SparsityError(f"no sparsity is given for {', '.join(missing)}; name every site, or give one number for all")
     return given
 
 
@@ -127,7 +123,5 @@ def _matching(sites: Sequence[Site], pattern: str) -> Sequence[Site]:
         return select_sites(sites, pattern)
     matching = [site for site in sites if pattern == "all" or fnmatchcase(site.name, pattern)]
     if not matching:
-        raise UnknownSiteError(
-            f"no matrix matches {quoted(pattern)}; there are {', '.join(site.name for site in sites)}"
-        )
+        raise UnknownSiteError(f"no matrix matches {quoted(pattern)}; there are {', '.join(site.name for site in sites)}")
     return matching

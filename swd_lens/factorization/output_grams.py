@@ -59,8 +59,6 @@ def collect_output_grams(
                 sums[name] = sums[name].addmm_(flat.T, flat) if name in sums else flat.T @ flat
     for name, gradient_sum in sums.items():
         if not bool(gradient_sum.isfinite().all()):
-            raise GradientError(
-                f"the loss's gradients at {name} are not finite on these tokens; the host itself is broken there"
-            )
+            raise GradientError(f"the loss's gradients at {name} are not finite on these tokens; the host itself is broken there")
     n_tokens = stream.n_counted
     return {name: gradient_sum.div_(n_tokens) for name, gradient_sum in sums.items()}

@@ -143,9 +143,7 @@ class Residuals:
 
     def _advanced(self, tokens: Tensor, start: Start | None, layer: int) -> Tensor:
         """Run tokens on to block `layer`, from where they take up."""
-        return self.host.residual(
-            tokens, layer, start=Start(0, self.host.residual(tokens, 0)) if start is None else start
-        )
+        return self.host.residual(tokens, layer, start=Start(0, self.host.residual(tokens, 0)) if start is None else start)
 
     def _written(self, layer: int, stack: ExitStack) -> "tuple[_Kept, Start, frozenset[str]] | None":
         """Residuals that enter `layer`: of all batches in a new file, of the first row; and the sites that it has shown once.
@@ -266,7 +264,5 @@ class _Kept:
                     filled += n
                 # A batch cut short is one too: memory that an earlier batch has left may hold the very bytes that are missing.
                 if filled < len(data) or hashlib.sha256(data).digest() != expected:
-                    raise OSError(
-                        f"{legible(self.path)} was changed, cut or removed while it was in use; start this call again"
-                    )
+                    raise OSError(f"{legible(self.path)} was changed, cut or removed while it was in use; start this call again")
                 yield batch.to(self.device)

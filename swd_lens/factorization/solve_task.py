@@ -91,9 +91,7 @@ def solve_task(task: SolveTask, on_iteration: OnIteration | None = None) -> Solv
         ValueError: what `swd_lens.solve` raises, with the site's name and shape in front.
     """
     weight = _laid_out(task.weight.detach(), torch.float32)
-    gram, output_gram = (
-        None if each is None else _laid_out(each.detach(), each.dtype) for each in (task.gram, task.output_gram)
-    )
+    gram, output_gram = (None if each is None else _laid_out(each.detach(), each.dtype) for each in (task.gram, task.output_gram))
     how: dict[str, Any] = {"preset": task.preset, "units": task.units, "tokens": task.tokens, **task.options}
     with naming(f"{task.site} {tuple(task.weight.shape)}"):
         found = solver.solve(weight, gram, task.sparsity, output_gram=output_gram, on_iteration=on_iteration, **how)

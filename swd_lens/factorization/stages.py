@@ -164,9 +164,7 @@ class ReplacedHost:
     def __enter__(self) -> "ReplacedHost":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._undo.__exit__(kind, error, trace)
 
     @joint

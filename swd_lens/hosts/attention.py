@@ -102,8 +102,7 @@ def heads_of(host: Host, layer: int) -> Heads:
     facts = facts_of(host.model)
     if not facts.causal:
         raise UnsupportedHostError(
-            "this host attends both ways; queries and keys are studied in causal hosts, where a destination sees earlier "
-            "sources"
+            "this host attends both ways; queries and keys are studied in causal hosts, where a destination sees earlier sources"
         )
     if facts.positions is None:
         raise UnsupportedHostError(
@@ -112,9 +111,7 @@ def heads_of(host: Host, layer: int) -> Heads:
         )
     attn = host.model.blocks[layer]._modules.get("attn")
     if attn is None:
-        raise UnsupportedHostError(
-            f"blocks.{layer} has no softmax attention (linear attention?), so no queries and keys"
-        )
+        raise UnsupportedHostError(f"blocks.{layer} has no softmax attention (linear attention?), so no queries and keys")
     return (_bridge_heads if facts.bridge else _hooked_heads)(host, layer, attn, facts.positions)
 
 
@@ -145,9 +142,7 @@ def _hooked_heads(host: Host, layer: int, attn: Any, positions: Positions) -> He
             "attention sinks": bool(getattr(cfg, "use_attention_sinks", False)),
             "clipped queries and keys (cfg.clip_qkv)": getattr(cfg, "clip_qkv", None) is not None,
             "queries scaled by position (cfg.use_logn_attn)": bool(getattr(cfg, "use_logn_attn", False)),
-            "angles that depend on the length (cfg.use_dynamic_ntk_rope)": bool(
-                getattr(cfg, "use_dynamic_ntk_rope", False)
-            ),
+            "angles that depend on the length (cfg.use_dynamic_ntk_rope)": bool(getattr(cfg, "use_dynamic_ntk_rope", False)),
             "one norm over all heads": any(n is not None and n.weight.numel() != cfg.d_head for n in norms),
         },
     )
@@ -219,9 +214,7 @@ def _bridge_norm(attn: Any, name: str) -> HeadNorm | None:
     if norm is None or module is None:
         return None
     if not norm.uses_rms_norm:
-        raise UnsupportedHostError(
-            f"{name} of this attention is no RMS norm; a mean that is taken out is not known here"
-        )
+        raise UnsupportedHostError(f"{name} of this attention is no RMS norm; a mean that is taken out is not known here")
     weight = getattr(module, "weight", None)
     if weight is None:
         raise UnsupportedHostError(f"{name} of this attention has no weight of its own; such norms are not known here")
@@ -298,8 +291,7 @@ def rotations(host: Host, heads: Sequence[Heads], n_pos: int) -> dict[int, Rotat
     for layer, pair in names.items():
         if any(name not in seen for name in pair):
             raise UnsupportedHostError(
-                f"blocks.{layer}.attn of this bridge rotates queries and keys but does not show its angles (hook_cos, "
-                "hook_sin)"
+                f"blocks.{layer}.attn of this bridge rotates queries and keys but does not show its angles (hook_cos, hook_sin)"
             )
         by_layer[layer] = Rotation(seen[pair[0]], seen[pair[1]], facts.adjacent_pairs)
     return by_layer

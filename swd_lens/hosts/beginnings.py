@@ -75,9 +75,7 @@ def _measured(model: Any, rows: Int[Tensor, "rows pos"], bos: int) -> str:
     rows = rows[:, :n_positions]
     with_bos = torch.cat([torch.full((len(rows), 1), bos), rows], 1)
     without, beginning = _ce(model, rows, 1), _ce(model, with_bos, 2)
-    return (
-        f" On {len(rows)} of them the host's cross-entropy is {without:.3f} nats without and {beginning:.3f} with BOS."
-    )
+    return f" On {len(rows)} of them the host's cross-entropy is {without:.3f} nats without and {beginning:.3f} with BOS."
 
 
 def _ce(model: Any, rows: Int[Tensor, "rows pos"], first: int) -> float:

@@ -45,12 +45,7 @@ FAMILIES: Mapping[str, Family] = {
         ("GPT2LMHead",),
         packed=True,
         blocks=("transformer.h",),
-        modules={
-            "attn_qkv": "attn.c_attn",
-            "attn_o": "attn.c_proj",
-            "mlp_in": "mlp.c_fc",
-            "mlp_out": "mlp.c_proj",
-        },
+        modules={"attn_qkv": "attn.c_attn", "attn_o": "attn.c_proj", "mlp_in": "mlp.c_fc", "mlp_out": "mlp.c_proj"},
     ),
     "neox": Family(
         ("GPTNeoXForCausalLM",),
@@ -255,9 +250,7 @@ def facts_of(model: Any) -> Facts:
     cfg = model.cfg
     reads_out = bool(getattr(getattr(model, "adapter", None), "supports_generation", True))
     normalization = None if cfg.normalization_type is None else str(cfg.normalization_type)
-    takes_mean = (
-        normalization is not None and normalization.startswith("LN") and not getattr(cfg, "uses_rms_norm", False)
-    )
+    takes_mean = normalization is not None and normalization.startswith("LN") and not getattr(cfg, "uses_rms_norm", False)
     activation = str(getattr(cfg, "act_fn", ""))
     return Facts(
         bridge=is_bridge(model),

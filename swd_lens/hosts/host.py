@@ -18,15 +18,7 @@ from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.base.interrupts import Step
 from swd_lens.base.surroundings import claim
 from swd_lens.hosts.families import DROPOUT_RATES
-from swd_lens.hosts.sites import (
-    PACKED,
-    BlockShapes,
-    Pattern,
-    Site,
-    overlapping,
-    select_sites,
-    sites_of_blocks,
-)
+from swd_lens.hosts.sites import PACKED, BlockShapes, Pattern, Site, overlapping, select_sites, sites_of_blocks
 
 # Is given an undo before anything is changed; the undo may be called more than once.
 Register = Callable[[Step], object]
@@ -317,9 +309,7 @@ def value_constant(
 def require_matrix(site: Site) -> None:
     """Raise UnsupportedHostError for a whole MLP."""
     if site.kind == "mlp":
-        raise UnsupportedHostError(
-            f"{site.name} is a whole MLP, not one matrix; its matrices are {', '.join(PACKED['mlp'])}"
-        )
+        raise UnsupportedHostError(f"{site.name} is a whole MLP, not one matrix; its matrices are {', '.join(PACKED['mlp'])}")
 
 
 def require_unattached(site: Site, attached: Container[str | None]) -> None:

@@ -85,15 +85,11 @@ def load_host(
     one_of("kind", kind, KINDS)
     precision = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(precision, torch.dtype) or not precision.is_floating_point:
-        raise ValueError(
-            f"dtype={quoted(dtype)}: give a floating dtype, torch.float32, torch.bfloat16 or torch.float16"
-        )
+        raise ValueError(f"dtype={quoted(dtype)}: give a floating dtype, torch.float32, torch.bfloat16 or torch.float16")
     if device_map is not None:
         if kind == "hooked" or device is not None:
             other = 'kind="hooked"' if kind == "hooked" else f"device={device!r}"
-            raise ValueError(
-                f"device_map lays a TransformerBridge over several devices; it does not go with {legible(other)}"
-            )
+            raise ValueError(f"device_map lays a TransformerBridge over several devices; it does not go with {legible(other)}")
         kind = "bridge"
     folder, label = Path(name) if Path(name).is_dir() else None, None
     if folder is None and (file := gguf_file(name)) is not None:
@@ -237,8 +233,7 @@ def _config(name: str, folder: Path | None, device: str | None, dtype: torch.dty
                 loading.get_official_model_name(name)
             except ValueError:
                 raise UnsupportedHostError(
-                    f"HookedTransformer does not know a model named {quoted(name)}. Load it as a TransformerBridge: "
-                    'kind="bridge"'
+                    f'HookedTransformer does not know a model named {quoted(name)}. Load it as a TransformerBridge: kind="bridge"'
                 ) from None
         else:
             # TransformerLens 3.9 asks GPT-2 for n_ctx, which transformers 5 no longer writes.
@@ -255,8 +250,7 @@ def _config(name: str, folder: Path | None, device: str | None, dtype: torch.dty
             ) from None
     if family_of(config.original_architecture).encoder:
         raise UnsupportedHostError(
-            f"{name} is a {config.original_architecture}, no HookedTransformer. Load it as a TransformerBridge: "
-            'kind="bridge"'
+            f'{name} is a {config.original_architecture}, no HookedTransformer. Load it as a TransformerBridge: kind="bridge"'
         )
     return config
 
@@ -277,9 +271,7 @@ def _network_of_name(name: str, config: Any, dtype: torch.dtype) -> Any:
     return _whole(AutoModelForCausalLM, official, dtype=dtype, attn_implementation="eager")
 
 
-def _load_folder(
-    folder: Path, label: str | None, config: Any, hooked_transformer: Any, reference: Reference | None
-) -> Any:
+def _load_folder(folder: Path, label: str | None, config: Any, hooked_transformer: Any, reference: Reference | None) -> Any:
     """HookedTransformer.from_pretrained refuses folders (it looks the name up in its list); its own parts do not."""
     from transformer_lens import loading_from_pretrained as loading
     from transformers import AutoModelForCausalLM, AutoTokenizer

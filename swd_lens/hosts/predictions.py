@@ -109,9 +109,7 @@ class Predictions:
             values = [checkpoint(of_part, *part, *runs, **how) for part in parts]
         return values[0] if len(values) == 1 else torch.stack(values).sum(0)
 
-    def _logits(
-        self, rows: Tensor, run: Tensor, row: slice, prediction: slice
-    ) -> Float[Tensor, "row prediction vocab"]:
+    def _logits(self, rows: Tensor, run: Tensor, row: slice, prediction: slice) -> Float[Tensor, "row prediction vocab"]:
         part = run[row, prediction]
         return self.host.unembed(rows[row, prediction], part) if self._unembeds_apart(rows) else part
 

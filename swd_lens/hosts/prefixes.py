@@ -15,9 +15,7 @@ from swd_lens.hosts.host import Start
 def require_before(start: Start | None, layer: int) -> None:
     """Raise ValueError where a run to `layer` would start behind it."""
     if start is not None and start.layer > layer:
-        raise ValueError(
-            f"this run ends before block {layer}, but its start is block {start.layer}; take an earlier start"
-        )
+        raise ValueError(f"this run ends before block {layer}, but its start is block {start.layer}; take an earlier start")
 
 
 def require_kept(prefix: Any, layer: int) -> None:

@@ -85,9 +85,7 @@ _TL_NAMES = {
     "mlp_out": ("mlp.W_out",),
 }
 # Modules around the lists of blocks of Hugging Face's models.
-_OUTER_MODULES = re.compile(
-    rf"^(?:(?:{'|'.join(sorted({m for path in block_paths() for m in path.split('.')[:-1]}))})\.)+"
-)
+_OUTER_MODULES = re.compile(rf"^(?:(?:{'|'.join(sorted({m for path in block_paths() for m in path.split('.')[:-1]}))})\.)+")
 _NAME = re.compile(r"^blocks\.(\d+)\.(\w+)((?:\.\w+)*)$")
 # Of a packed stack of experts; JetMoe has experts in its attention, too.
 EXPERT_KINDS = ("attn_q", "attn_o", "mlp_gate", "mlp_in", "mlp_out")
@@ -189,9 +187,7 @@ def split_name(site_name: str) -> tuple[int, str]:
     """
     match = _NAME.match(site_name)
     if match is None or not is_site_name(site_name):
-        raise UnknownSiteError(
-            f"{quoted(site_name)} is not a site name; sites are called blocks.{{layer}}.{{{'|'.join(KINDS)}}}"
-        )
+        raise UnknownSiteError(f"{quoted(site_name)} is not a site name; sites are called blocks.{{layer}}.{{{'|'.join(KINDS)}}}")
     return int(match[1]), match[2] + match[3]
 
 

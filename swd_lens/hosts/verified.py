@@ -62,9 +62,7 @@ def verified(
     if torch.equal(finite, shortened.isfinite()):
         tolerance = max(tolerance, 8 * torch.finfo(plain.dtype).eps) if rounded else tolerance
         apart = (shortened.float() - plain.float())[finite].abs()
-        agrees = not apart.numel() or bool(
-            apart.max() <= tolerance * plain[finite].abs().max() and apart.max() <= within
-        )
+        agrees = not apart.numel() or bool(apart.max() <= tolerance * plain[finite].abs().max() and apart.max() <= within)
     if not agrees:
         _warn(
             shortcut,

@@ -89,9 +89,7 @@ def _of(units: Any, only: Any) -> tuple[list[str], Iterator[UnitProfile], dict[s
         by_name = {p.unit: p for p in profiles}
         wanted = ["{}/{}".format(*unit) for unit in read_units(only, {p.site for p in profiles})]
         if missing := [name for name in wanted if name not in by_name]:
-            raise KeyError(
-                f"{legible(missing[0])} is not among the profiles, which are of {legible(', '.join(by_name))}"
-            )
+            raise KeyError(f"{legible(missing[0])} is not among the profiles, which are of {legible(', '.join(by_name))}")
         profiles = [by_name[name] for name in wanted]
     return [p.unit for p in profiles], iter(profiles), dict(profiles[0].settings) if profiles else {}
 
@@ -122,15 +120,11 @@ def _one_page(names: Sequence[str], profiles: Iterable[UnitProfile], settings: d
     return _render(title, settings, groups=_groups(rows), articles=articles)
 
 
-def _folder(
-    folder: Path, names: Sequence[str], profiles: Iterable[UnitProfile], settings: dict[str, Any], title: str
-) -> Path:
+def _folder(folder: Path, names: Sequence[str], profiles: Iterable[UnitProfile], settings: dict[str, Any], title: str) -> Path:
     shown, rows = set(names), []
     for i, profile in enumerate(profiles):
         html = unit_html(profile, lambda unit: _file(unit) if unit in shown else None)
-        around = [("previous", unit) for unit in names[max(0, i - 1) : i]] + [
-            ("next", unit) for unit in names[i + 1 : i + 2]
-        ]
+        around = [("previous", unit) for unit in names[max(0, i - 1) : i]] + [("next", unit) for unit in names[i + 1 : i + 2]]
         links = [(word, unit, _file(unit)) for word, unit in around]
         article = {"anchor": _anchor(profile.unit), "html": Markup(html)}
         page = _render(f"{profile.unit} · {title}", settings, articles=[article], links=links, home=title)

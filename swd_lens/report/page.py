@@ -85,9 +85,7 @@ def template(name: str) -> Template:
     env = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, finalize=_shown, trim_blocks=True, lstrip_blocks=True
     )
-    env.filters.update(
-        {name: getattr(wording, name) for name in FILTERS}, code=lambda text: escape(visible_lines(text))
-    )
+    env.filters.update({name: getattr(wording, name) for name in FILTERS}, code=lambda text: escape(visible_lines(text)))
     return env.get_template(f"{name}.html.j2")
 
 
@@ -175,11 +173,7 @@ def _screen(run: Run) -> Iterator[Section]:
         words = "; ".join(f"without {row['without']} {wording.percent(row['kept'], 0)} is kept" for row in rows)
         figure = run.screen.plot([task]) if len(run.screen.sites) > 1 and screened.margin > 0 else None
         groups.append(
-            {
-                "screened": screened,
-                "rows": rows,
-                "svg": figure and Markup(plots.inline_svg(figure, f"screen-{i}", title, words)),
-            }
+            {"screened": screened, "rows": rows, "svg": figure and Markup(plots.inline_svg(figure, f"screen-{i}", title, words))}
         )
     where = {"scoring": "the scoring position", "all": "all positions"}[run.screen.settings["positions"]]
     yield Section("screen", "Screen", {"groups": groups, "where": where})
@@ -255,9 +249,7 @@ def _in_words(comparison: TaskComparison, cost: str) -> str:
         least = priced(curve, Threshold("recovered", RECOVERED), cost)
         reached = "is never reached" if least is None else f"is reached with {least:,} {wording.COSTS[cost]}"
         drop = wording.fixed(curve.rows["drop"].iloc[-1], 2)
-        parts.append(
-            f"{method}: recovered {RECOVERED:g} {reached}; ablating every unit drops the margin by {drop} logits."
-        )
+        parts.append(f"{method}: recovered {RECOVERED:g} {reached}; ablating every unit drops the margin by {drop} logits.")
     return " ".join(parts)
 
 

@@ -38,8 +38,7 @@ def render_paper_report(results: Mapping[str, ItemResult]) -> str:
     """The page as HTML text, which loads nothing."""
     sections = list(extra_sections([result.section() for result in results.values()]))
     parts = [
-        {"anchor": each.anchor, "title": each.title, "html": Markup(template("extra").render(each.values))}
-        for each in sections
+        {"anchor": each.anchor, "title": each.title, "html": Markup(template("extra").render(each.values))} for each in sections
     ]
     first = next(iter(results.values()))
     outcomes = [

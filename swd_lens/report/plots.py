@@ -68,14 +68,7 @@ def _draw(ax: Axes, curves: Mapping[str, CostCurve], looks: Mapping[str, Look], 
     if any((curve.rows[cost] > 0).any() for curve in curves.values()):
         draw_curves(ax, curves, column, cost, styles={name: looks[name].line for name in curves})
     if values.empty:
-        ax.text(
-            0.5,
-            0.5,
-            "these units do not\ncarry the task",
-            transform=ax.transAxes,
-            ha="center",
-            fontsize=8,
-        )
+        ax.text(0.5, 0.5, "these units do not\ncarry the task", transform=ax.transAxes, ha="center", fontsize=8)
         ax.set_yticks([])
         for line in list(ax.lines):
             line.remove()
@@ -101,13 +94,7 @@ def relmse_dots(replacements: Sequence[Replacement], looks: Mapping[str, Look]) 
     ax = axes[0, 0]
     for look, its in shown:
         points = [(max(error, EXACT), sites.index(site)) for site, error in its.items()]
-        ax.scatter(
-            *zip(*points, strict=True),
-            s=26,
-            color=look.line["color"],
-            marker=look.marker,
-            zorder=3,
-        )
+        ax.scatter(*zip(*points, strict=True), s=26, color=look.line["color"], marker=look.marker, zorder=3)
     ax.set_yticks(range(len(sites)), [literal(site) for site in sites])
     ax.set_ylim(len(sites) - 0.5, -0.5)
     errors = [max(error, EXACT) for _, its in shown for error in its.values()]
@@ -211,9 +198,7 @@ def _page_svg(text: str, prefix: str, attributes: str, inside: str = "") -> str:
     width, height = _size(text)
     # What matplotlib sets for every element by a style sheet, which in a page would reach every other picture.
     line_ends = "stroke-linejoin: round; stroke-linecap: butt"
-    head = (
-        f'<svg viewBox="0 0 {width} {height}" width="{width}pt" height="{height}pt" style="{line_ends}" {attributes}>'
-    )
+    head = f'<svg viewBox="0 0 {width} {height}" width="{width}pt" height="{height}pt" style="{line_ends}" {attributes}>'
     return re.sub(r"\n\s*", "\n", head + inside + text[text.index(">") + 1 :].strip())
 
 

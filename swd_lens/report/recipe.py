@@ -14,9 +14,7 @@ def load_code(run: Run) -> str:
     r = main_replacement(run)
     if r is None or r.exact:  # exact factors are not saved
         return ""
-    folder = next(
-        name for other, name in zip(run.replacements, folders_of(run.replacements), strict=True) if other is r
-    )
+    folder = next(name for other, name in zip(run.replacements, folders_of(run.replacements), strict=True) if other is r)
     site = next(iter(r.factors))
     layer, kind = site.split(".")[1:]
     return "\n".join(

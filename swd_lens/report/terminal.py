@@ -32,10 +32,7 @@ def run_tables(run: Run) -> list[Table | Text]:
     # Sparsity stands in the methods' names.
     columns = ["method", "edges", "CE delta", "CE delta se", "KL", "top-1 agreement", "max relMSE"]
     tables: list[Table | Text] = [
-        table(
-            f"Fidelity of {surface} on held-out text",
-            pd.DataFrame(rows, columns=[name for name in columns if name in rows]),
-        )
+        table(f"Fidelity of {surface} on held-out text", pd.DataFrame(rows, columns=[name for name in columns if name in rows]))
         for surface, rows in run.fidelity_table().groupby("surface", sort=False)
     ]
     circuits = run.circuit_table()
@@ -44,24 +41,17 @@ def run_tables(run: Run) -> list[Table | Text]:
         surface, *intervention = key if isinstance(key, tuple) else (key,)
         where = f", {intervention_words(*intervention)}" if intervention else ""
         shown = pd.DataFrame({"task": rows["task"], "method": rows["method"], "margin": rows["margin"]})
-        shown["carried"] = [
-            c if yes else "no" for c, yes in zip(rows["carried"].round(2), rows["carries"], strict=True)
-        ]
+        shown["carried"] = [c if yes else "no" for c, yes in zip(rows["carried"].round(2), rows["carries"], strict=True)]
         for title, threshold in (("recovered 0.9", "recovered 0.9"), ("half the drop", "necessity 0.5")):
             costs = zip(rows[f"units at {threshold}"], rows[f"edges at {threshold}"], strict=True)
             shown[title] = ["" if pd.isna(u) else f"{u:,.0f} / {e:,.0f}" for u, e in costs]  # of seeds: the means
         tables.append(table(f"Circuits in {surface}{where}: least units / edges", shown))
-    return [
-        *tables,
-        Text('carried: logits of margin, or "no": then no circuit has a cost · blank: never reached', style="dim"),
-    ]
+    return [*tables, Text('carried: logits of margin, or "no": then no circuit has a cost · blank: never reached', style="dim")]
 
 
 def table(title: str, frame: pd.DataFrame) -> Table:
     """Make a DataFrame a rich table; numeric columns to the right."""
-    shown = Table(
-        title=Text(visible(title)), title_justify="left", title_style="bold", header_style="bold", padding=(0, 1)
-    )
+    shown = Table(title=Text(visible(title)), title_justify="left", title_style="bold", header_style="bold", padding=(0, 1))
     for column in frame.columns:
         # A long name is folded; a number without its digits would be none.
         numeric = pd.api.types.is_numeric_dtype(frame[column]) or frame[column].astype(str).str.contains(" / ").any()

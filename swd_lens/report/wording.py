@@ -167,8 +167,7 @@ def headline(run: Run, recovered: float = RECOVERED) -> list[str]:
         (surface, control)
         for surface, comparison in run.comparisons.items()
         for control in controls
-        if {subject.method, control} <= set(comparison.methods)
-        and replace(comparison, reference=subject.method).out_by(control)
+        if {subject.method, control} <= set(comparison.methods) and replace(comparison, reference=subject.method).out_by(control)
     }
     return [
         *_opening(run, subject.method, controls, threshold, apart),
@@ -203,11 +202,7 @@ def _opening(
     known = {c: priced(curves[c], threshold, "edges") for c in controls if c in curves and (surface, c) not in apart}
     reaching = {name: cost for name, cost in known.items() if cost is not None}
     best = min(reaching, key=lambda name: reaching[name], default=None)
-    beside = (
-        "no control that behaves alike has such a circuit"
-        if known
-        else "no control behaves alike enough to stand beside it"
-    )
+    beside = "no control that behaves alike has such a circuit" if known else "no control behaves alike enough to stand beside it"
     beside = f"the cheapest control, {best}, needs {plural(reaching[best], 'active edge')}" if best else beside
     yield f"{carried}; {circuit}, {test}{f'; {beside}' if controls else ''}."
 
@@ -236,11 +231,7 @@ def _fidelity_sentence(r: Replacement) -> str:
 
 
 def cost_sentences(
-    costs: Sequence[Cost],
-    method: str,
-    controls: Sequence[str],
-    recovered: float,
-    apart: Collection[tuple[str, str]] = (),
+    costs: Sequence[Cost], method: str, controls: Sequence[str], recovered: float, apart: Collection[tuple[str, str]] = ()
 ) -> Iterator[str]:
     """Say what circuits of the method cost, beside those of each control.
 
@@ -283,11 +274,7 @@ def cost_sentences(
 
 
 def _contest(
-    contested: Sequence[tuple[Cost, float]],
-    method: str,
-    control: str,
-    cases: str,
-    apart: Collection[tuple[str, str]],
+    contested: Sequence[tuple[Cost, float]], method: str, control: str, cases: str, apart: Collection[tuple[str, str]]
 ) -> str:
     """Say the method's costs beside a control's, whose edges over the method's stand beside each.
 

@@ -7,15 +7,7 @@
 4. cost.py: how many operations and bytes a call takes.
 """
 
-from swd_lens.base.errors import (
-    BudgetError,
-    GramError,
-    SolveInputError,
-    SparsityError,
-    SpecError,
-    UnitsError,
-    WeightError,
-)
+from swd_lens.base.errors import BudgetError, GramError, SolveInputError, SparsityError, SpecError, UnitsError, WeightError
 from swd_lens.solver.automatic import DOUBLE_UP_TO
 from swd_lens.solver.budget import Budget, plan_budget, plan_shares, realised
 from swd_lens.solver.cost import Cost, cost

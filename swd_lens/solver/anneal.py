@@ -46,13 +46,7 @@ from swd_lens.solver.refine import Matrix, refine
 from swd_lens.solver.rotate import rotated
 from swd_lens.solver.spec import AUTO, AnnealSpec, OnIteration, Step
 from swd_lens.solver.start import Block, share_out, start, start_from_product
-from swd_lens.solver.support import (
-    first_largest,
-    keep_exactly,
-    kth_largest_estimate,
-    magnitude_sample,
-    tie_floor,
-)
+from swd_lens.solver.support import first_largest, keep_exactly, kth_largest_estimate, magnitude_sample, tie_floor
 from swd_lens.solver.wide import Solve
 from swd_lens.solver.workspace import Workspace
 

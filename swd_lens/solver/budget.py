@@ -43,9 +43,7 @@ def plan_budget(d_in: int, d_out: int, sparsity: float | int, spec: DsfSpec) -> 
     reference = spec.rounding == "reference"
     other = int(numel * (1 - sparsity) - square) if reference else edges(d_in, d_out, sparsity) - square
     if other < n:
-        largest = (
-            int((1 - (square + n) / numel) * 10_000 - 1e-6) / 10_000
-        )  # rounded down, so that it is really feasible
+        largest = int((1 - (square + n) / numel) * 10_000 - 1e-6) / 10_000  # rounded down, so that it is really feasible
         advice = "no sparsity is feasible: the matrix is too small for two sparse factors"
         if largest > 0:
             advice = f"the largest feasible sparsity is {largest:.4f}, or lower square_density_square/_rectangular"

@@ -89,9 +89,7 @@ def _annealing(d_in: int, d_out: int, m: int, calibrated: bool, spec: AnnealSpec
     use = 3 * 2 * d_in * d_out * m + calibrated * 2 * d_in * d_in * (m + d_out)
     born = BORN_SHARE * m * STARTS * STEPS * 2 * 2 * d_in * d_out
     once = EIGEN * d_in**3 * (with_gram > 0) + 2 * d_in * d_in * d_out
-    flops = (
-        spec.alternations * plain + spec.births * (use + born) + refining + calibrated * (with_gram * in_gram + once)
-    )
+    flops = spec.alternations * plain + spec.births * (use + born) + refining + calibrated * (with_gram * in_gram + once)
 
     weights, factors, largest = d_in * d_out, (d_in + d_out) * m, max(d_in, d_out) * m
     # Target (and C M, C_g M); both factors and duals; the workspace's three, three temporaries, births' three.
@@ -133,9 +131,7 @@ def _pruning(d_in: int, d_out: int, calibrated: bool, spec: PruneSpec) -> Counts
         return flops, (9 + 7 * calibrated) * weights + max(d_in, d_out) ** 2 + grams
     n = spec.coordinates(d_in, d_out)
     # What the entries that are missing would be worth; then two orders of all entries.
-    choosing = (
-        3 * 2 * d_in * d_out * n + calibrated * 2 * d_in * d_in * (n + d_out) + 2 * PER_ENTRY * n * (d_in + d_out)
-    )
+    choosing = 3 * 2 * d_in * d_out * n + calibrated * 2 * d_in * d_in * (n + d_out) + 2 * PER_ENTRY * n * (d_in + d_out)
     refitting = _round_of_refining(d_in, d_out, n, calibrated, SWAP_STEPS)
     flops += (spec.swaps + 1) * (choosing + refitting) + SWAP_REFIT_ROUNDS * refitting
     # What each entry is worth, its order, place and mark; or supports and conjugate gradients' seven.

@@ -38,9 +38,7 @@ class Metric:
     scale: Float[Tensor, "d_in 1"]
 
     @classmethod
-    def of(
-        cls, gram: Float[Tensor, "d_in d_in"] | None, weight: Float[Tensor, "d_in d_out"], shrinkage: float | int
-    ) -> "Metric":
+    def of(cls, gram: Float[Tensor, "d_in d_in"] | None, weight: Float[Tensor, "d_in d_out"], shrinkage: float | int) -> "Metric":
         """The metric of a validated Gram; None means G = I.
 
         Raises:
@@ -77,10 +75,7 @@ class Metric:
         return metric, (weight / scale).mul_(metric.scale), scale
 
     def weigh(
-        self,
-        rows: Float[Tensor, "d_in columns"],
-        blend: float | int = 1.0,
-        out: Float[Tensor, "d_in columns"] | None = None,
+        self, rows: Float[Tensor, "d_in columns"], blend: float | int = 1.0, out: Float[Tensor, "d_in columns"] | None = None
     ) -> Float[Tensor, "d_in columns"]:
         """C_g X with g = blend; X itself where C_g is the identity, else in `out`, if there is one."""
         if self.matrix is None or blend == 0:

@@ -124,9 +124,7 @@ class Blocks:
         own = self.own_row[chosen], self.own_column[chosen]
         return Blocks(self.rows[chosen], self.columns[chosen], self.entries[chosen], *own)
 
-    def by_corner(
-        self,
-    ) -> tuple[Float[Tensor, "corner row"], Float[Tensor, "corner column"], Float[Tensor, "corner row column"]]:
+    def by_corner(self) -> tuple[Float[Tensor, "corner row"], Float[Tensor, "corner column"], Float[Tensor, "corner row column"]]:
         """Reads and writes as the corner's column and row have them, and by how many noise levels their product is off."""
         writes = (self.entries * self.own_row[:, :, None]).sum(1)
         corner = (writes * self.own_column).sum(1, keepdim=True)

@@ -26,15 +26,7 @@ PRESETS: Mapping[str, AnySpec] = {
     # .447 of the reference's error, 640 .428; inner_iterations=3 6 % worse on attn_out, rho_end=.35 8 % worse on mlp_in at
     # s = .75 and 2 % better on others; entries exchanged at the end (those that would lower the error most enter, the least
     # leave, values refitted, 30 turns) 3 % better on attn_out at s = .5, .2 to 1 % on others.
-    "deep": AnnealSpec(
-        outer_iterations=480,
-        balance=0.5,
-        late=0.0,
-        births=30,
-        restarts=1,
-        rotations=1600,
-        refine_rounds=12,
-    ),
+    "deep": AnnealSpec(outer_iterations=480, balance=0.5, late=0.0, births=30, restarts=1, rotations=1600, refine_rounds=12),
     "paper": DsfSpec(),
     "pruned": PruneSpec(),
     "svd_pruned": SvdPruneSpec(),

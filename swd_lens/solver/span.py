@@ -180,10 +180,7 @@ def sparse_vectors(
 
 
 def _independent(
-    candidates: Float[Tensor, "rank vector"],
-    l1_norms: Float[Tensor, " vector"],
-    spanned: Float[Tensor, "rank _"],
-    most: float,
+    candidates: Float[Tensor, "rank vector"], l1_norms: Float[Tensor, " vector"], spanned: Float[Tensor, "rank _"], most: float
 ) -> tuple[list[int], Float[Tensor, "rank _"]]:
     """Candidates up to an L1 norm, sparsest first, as far as they are independent of what is spanned and of each other (one at
     least, whatever its norm); and an orthonormal basis of all that is spanned then."""

@@ -70,8 +70,7 @@ def start(target: Float[Tensor, "d_in d_out"], units: int, budget: Budget, spec:
     other = _deal(short_long, owner, copy, budget.other, spec)
     factors = (factor.T.contiguous() if at_output else factor for factor in (square, other))
     short, long = (
-        Block(factor, torch.zeros_like(factor), kept)
-        for factor, kept in zip(factors, (budget.square, budget.other), strict=True)
+        Block(factor, torch.zeros_like(factor), kept) for factor, kept in zip(factors, (budget.square, budget.other), strict=True)
     )
     from_short_side = len(short_long) <= short_long.shape[1]
     if from_short_side and budget.square >= ONE_SIDED * budget.total:

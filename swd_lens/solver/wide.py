@@ -46,9 +46,7 @@ def right_solver(unit: Float[Tensor, "unit d_out"], c: float) -> Solve:
     return solve
 
 
-def kronecker_solver(
-    metric: Metric, unit: Float[Tensor, "unit d_out"], blend: float, ridge: float, rho: float
-) -> Solve:
+def kronecker_solver(metric: Metric, unit: Float[Tensor, "unit d_out"], blend: float, ridge: float, rho: float) -> Solve:
     """Solves C_g X (B B^T + ridge) + rho X = R within B's row space, and X (ridge + rho) = R beyond it."""
     left_values, left = metric.eigen
     values, inner = torch.linalg.eigh(unit.T @ unit)

@@ -414,9 +414,7 @@ class _Search:
     def _cheapest(self, candidate: _Candidate, split: TaskSplit) -> dict[str, Any] | None:
         """Find the prefix of the fewest edges that reaches the threshold on these prompts, the grid refined once around it."""
         assert candidate.scores is not None
-        look = partial(
-            evaluate, self.model, candidate.factors, split, candidate.scores, random_sets=0, dense=self.dense
-        )
+        look = partial(evaluate, self.model, candidate.factors, split, candidate.scores, random_sets=0, dense=self.dense)
         row = look().row_of(self.threshold, "edges")
         lengths = [] if row is None else _between(int(row["units"]), candidate.scores.n_units)
         return look(grid=lengths).row_of(self.threshold, "edges") if lengths else row

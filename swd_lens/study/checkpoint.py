@@ -105,9 +105,7 @@ def save_checkpoint(
 # ---------------------------------------------------------------------------------------------- what is kept
 
 
-def _kept(
-    replaced: Mapping[str, Factors], circuit: Circuit | None, ablation: str
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _kept(replaced: Mapping[str, Factors], circuit: Circuit | None, ablation: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Give, of a circuit, site -> (unit,) True where a unit stays; and site -> (d_out,) what the other units and offsets add."""
     constants = {
         name: of.offsets.unit.float() @ of.write.float() + of.offsets.out.float()
@@ -242,10 +240,7 @@ def _require_same_logits(
     model: Any, network: Any, replaced: Mapping[str, Factors], circuit: Circuit | None, ablation: str
 ) -> None:
     row = torch.tensor([probe_tokens(None, int(model.cfg.d_vocab), int(model.cfg.n_ctx))])
-    with (
-        torch.no_grad(),
-        attach(model, replaced) if circuit is None else circuit.attach(model, replaced, ablation=ablation),
-    ):
+    with torch.no_grad(), attach(model, replaced) if circuit is None else circuit.attach(model, replaced, ablation=ablation):
         host = model(row).float().cpu()
         written = network(row, attention_mask=torch.ones_like(row)).logits.float()
     n_words = min(host.shape[-1], written.shape[-1])

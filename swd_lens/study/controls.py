@@ -93,9 +93,7 @@ def swd_methods(sizes: Sequence[float | Goal], options: Mapping[str, Any]) -> di
     return {f"SWD {_label(size)}": SolvedMethod(size, options) for size in sizes}
 
 
-def controls_of(
-    asked: Sequence[str] | None, sizes: Sequence[float | Goal], options: Mapping[str, Any]
-) -> tuple[str, ...]:
+def controls_of(asked: Sequence[str] | None, sizes: Sequence[float | Goal], options: Mapping[str, Any]) -> tuple[str, ...]:
     """The controls of a study, in the order in which they were asked for.
 
     One that is the study's own solver (`preset="paper"` and control "paper") would be the same method twice, and is left out.
@@ -109,13 +107,10 @@ def controls_of(
     """
     controls = [name for name in DEFAULT_CONTROLS if sizes or name not in SOLVED] if asked is None else asked
     if unknown := sorted(set(controls) - set(CONTROLS)):
-        raise ValueError(
-            f"no control {legible(', '.join(map(repr, unknown)))}; there are {legible(', '.join(CONTROLS))}"
-        )
+        raise ValueError(f"no control {legible(', '.join(map(repr, unknown)))}; there are {legible(', '.join(CONTROLS))}")
     if not sizes and (solved := [control for control in SOLVED if control in controls]):
         raise ValueError(
-            f"controls {legible(', '.join(solved))} are made at the sparsities of the study, which has none: give "
-            "sparsities="
+            f"controls {legible(', '.join(solved))} are made at the sparsities of the study, which has none: give sparsities="
         )
     return tuple(name for name in controls if name != options.get("preset", DEFAULT_PRESET))
 
@@ -146,9 +141,7 @@ def _label(size: float | Goal) -> str:
 def control_options(control: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of `factorize` for a control: those for SWD but its solver's own, which are no settings of another solver."""
     known = {each.name for each in fields(PRESETS[control])}
-    kept = {
-        name: value for name, value in options.items() if name not in _OF_SWD and (name not in _COMMON or name in known)
-    }
+    kept = {name: value for name, value in options.items() if name not in _OF_SWD and (name not in _COMMON or name in known)}
     if control in PAPER:
         kept.pop("weigh_outputs", None)  # the paper's SWD is what it was
     own = {"pruned": {"basis": "neurons"}, "paper": {"precision": options.get("precision", AUTO)}}

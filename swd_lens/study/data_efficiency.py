@@ -115,9 +115,7 @@ def data_efficiency(
             )
     sites = find_sites(model, site)
     if len(sites) != 1:
-        raise ValueError(
-            f"{quoted(site)} names {len(sites)} sites; data efficiency is measured at one matrix or one whole MLP"
-        )
+        raise ValueError(f"{quoted(site)} names {len(sites)} sites; data efficiency is measured at one matrix or one whole MLP")
     fits = None if out is None else Path(out).with_suffix(_FITS)
     held = as_rows(heldout, model)
     if held.shape[1] < 2:
@@ -128,9 +126,7 @@ def data_efficiency(
         raise ValueError('nothing to measure: pass {"SWD": {"sparsity": 0.5}, "Transcoder": units, ...}')
     counts, of_runs = list(token_counts), None if checkpoints is None else list(checkpoints)
     if of_runs is not None and not _are_counts(of_runs):
-        raise ValueError(
-            f"checkpoints={quoted(of_runs)}: give whole numbers of tokens above 0, or None for all checkpoints"
-        )
+        raise ValueError(f"checkpoints={quoted(of_runs)}: give whole numbers of tokens above 0, or None for all checkpoints")
     surface = Surface(model, sites[0], fits, of_runs)
     series = {name: _series(name, given, surface, tokens, counts) for name, given in methods.items()}
     settings = {
@@ -174,9 +170,7 @@ def _measured(name: str, group: Sequence["Candidate"], surface: "Surface", held:
             # Of a whole MLP what the MLP writes: its own output, or that of its last matrix.
             written = surface.site.name if surface.site.name in found.relmse else surface.matrices[-1].name
             edges = sum(of_site.edges for of_site in units[candidate.tokens].values())
-            point = Point(
-                name, candidate.tokens, candidate.kind, edges, found, found.relmse[written], candidate.identity
-            )
+            point = Point(name, candidate.tokens, candidate.kind, edges, found, found.relmse[written], candidate.identity)
             file.add(point, candidate)
         points.append(point)
     return points
@@ -273,9 +267,7 @@ def _checkpoints(name: str, units: LearnedUnits, surface: Surface) -> Series:
 def _single(name: str, given: Any, tokens: Any, surface: Surface) -> Series:
     """Units as they are."""
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-        raise ValueError(
-            f"{quoted(name)} says tokens={quoted(tokens)}: give the number of tokens that its units took, 1 or more"
-        )
+        raise ValueError(f"{quoted(name)} says tokens={quoted(tokens)}: give the number of tokens that its units took, 1 or more")
     units = UnitSet.of(surface.model, given)
     if set(units) not in ({surface.site.name}, {matrix.name for matrix in surface.matrices}):
         raise ValueError(f"{quoted(name)} replaces {', '.join(units)}, not {surface.site.name}")
@@ -363,8 +355,7 @@ class _File:
             return None
         if changed := differences(point.identity or {}, candidate.identity, _IN_WORDS):
             raise ResumeError(
-                f"{self.path} holds {quoted(name)} at {candidate.tokens:,} tokens, made otherwise: {'; '.join(changed)}. "
-                f"{_GO_ON}"
+                f"{self.path} holds {quoted(name)} at {candidate.tokens:,} tokens, made otherwise: {'; '.join(changed)}. {_GO_ON}"
             )
         return point
 

@@ -67,9 +67,7 @@ class DataEfficiency(SavedRecord):
         ]
         return pd.DataFrame(rows)
 
-    def tokens_to_reach(
-        self, target: float | int, metric: str = "CE delta", *, lasting: bool = True
-    ) -> dict[str, int | None]:
+    def tokens_to_reach(self, target: float | int, metric: str = "CE delta", *, lasting: bool = True) -> dict[str, int | None]:
         """Method -> the fewest tokens after which the metric is at most this; None: never.
 
         A metric that is not a number, after a training that diverged, is not reached.

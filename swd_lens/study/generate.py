@@ -208,14 +208,10 @@ def generate(
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature={temperature}: give 0 for the likeliest token, or a finite number above it")
     if not facts_of(model).causal:
-        raise UnsupportedHostError(
-            "this host attends both ways, so it cannot write on from a prompt; give a causal one"
-        )
+        raise UnsupportedHostError("this host attends both ways, so it cannot write on from a prompt; give a causal one")
     require_no_dropout(model)
     host = host_of(model)
-    size = min(
-        batch_size, max(1, CHUNK_BYTES // (8 * int(model.cfg.d_vocab)))
-    )  # of logits, float64 where they are sampled
+    size = min(batch_size, max(1, CHUNK_BYTES // (8 * int(model.cfg.d_vocab))))  # of logits, float64 where they are sampled
     replacements = _labelled(host, factors)
     rows, with_bos = prompt_rows(model, prompts, prepend_bos)
     written: dict[str, dict[int, tuple[int, ...]]] = {}
@@ -261,9 +257,7 @@ def _labelled(host: Host, factors: Any) -> dict[str, Any]:
         several = not named or any(isinstance(units, Mapping) for units in factors.values())
     labelled = {str(label): units for label, units in factors.items()} if several else {"replaced": factors}
     if DENSE in labelled:
-        raise ValueError(
-            f"{quoted(DENSE)} is the host without factors, which is always shown; give your factors another label"
-        )
+        raise ValueError(f"{quoted(DENSE)} is the host without factors, which is always shown; give your factors another label")
     return labelled
 
 

@@ -72,14 +72,7 @@ def _pair_view(replay: QKReplay, task: str) -> AttentionView:
         f"to removed {replay.removed_kl:.2g} nats."
     )
     return AttentionView.of(
-        maps,
-        replay.tokens,
-        names,
-        kind="query-key pair",
-        title=str(replay.pair),
-        task=task,
-        signed=True,
-        caption=caption,
+        maps, replay.tokens, names, kind="query-key pair", title=str(replay.pair), task=task, signed=True, caption=caption
     )
 
 
@@ -137,9 +130,7 @@ def _largest(screen: QKScreen) -> str:
     strongest = screen.strongest
     entries = torch.nan_to_num(strongest, nan=-1.0).flatten().topk(min(3, strongest.numel())).indices.tolist()
     heads = strongest.shape[1]
-    return ", ".join(
-        f"layer {i // heads} head {i % heads} {float(strongest[i // heads, i % heads]):.3g}" for i in entries
-    )
+    return ", ".join(f"layer {i // heads} head {i % heads} {float(strongest[i // heads, i % heads]):.3g}" for i in entries)
 
 
 # ---------------------------------------------------------------------------------------------- graph and paths
@@ -185,7 +176,5 @@ def _paths(model: Any, units: UnitSet, task: Task) -> ReportSection:
         "activations and adds its write vector to the residual stream. Ranks are by attribution on training prompts."
     )
     best = ", ".join(f"{site}/{unit}" for site, unit in scores.ranking()[:6])
-    picture = Picture.of(
-        plot_unit_paths(model, kinds, scores), f"Paths of the best units for {name}", f"Best units: {best}."
-    )
+    picture = Picture.of(plot_unit_paths(model, kinds, scores), f"Paths of the best units for {name}", f"Best units: {best}.")
     return ReportSection(f"Paths of the best units: {name}", (intro,), (picture,), (), "Paths")

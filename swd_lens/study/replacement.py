@@ -97,8 +97,7 @@ class ModelReplacement(Record):
         """One row per replacement: edges, sparsity and fidelity."""
         stages = [("factorized", self.factors, self.before), ("fine-tuned", self.finetuned, self.after)]
         rows = [
-            {"replacement": name, "sites": len(f), "edges": f.edges, "s": f.sparsity}
-            | measured.table().iloc[0].to_dict()
+            {"replacement": name, "sites": len(f), "edges": f.edges, "s": f.sparsity} | measured.table().iloc[0].to_dict()
             for name, f, measured in stages
             if f is not None and measured is not None
         ]
@@ -191,9 +190,7 @@ def replace_model(
         budgets = "uniform" if paper or given or tokens is None or len(names) == 1 else "kl"
     one_of("budgets", budgets, BUDGETS)
     if given and budgets != "uniform":
-        raise SparsityError(
-            f"sparsity is a mapping already; budgets={quoted(budgets)} needs one number whose total is spent"
-        )
+        raise SparsityError(f"sparsity is a mapping already; budgets={quoted(budgets)} needs one number whose total is spent")
     if finetune == DEFAULT:
         finetune = "paper" if paper else "best"
     calibration = calibration or ("sequential" if paper else "corrected")
@@ -302,28 +299,19 @@ def _allocation(
     return StepCache(folder, question, overwrite=overwrite).values(("budgets",), allocated, Allocation.from_dict)
 
 
-def _check_later_steps(
-    model: Any, heldout: Any, prompts: Any, finetune: str | None, finetune_options: Mapping[str, Any]
-) -> None:
+def _check_later_steps(model: Any, heldout: Any, prompts: Any, finetune: str | None, finetune_options: Mapping[str, Any]) -> None:
     """Refuse what would fail only after the factors are made."""
     if heldout is None:
-        raise TokenError(
-            "heldout=None: give token rows that nothing is fitted on; what is left of the model is measured there"
-        )
+        raise TokenError("heldout=None: give token rows that nothing is fitted on; what is left of the model is measured there")
     as_rows(heldout, model)
     if len(prompts):
         prompt_rows(model, prompts)
     if own := [name for name in _OWN if name in finetune_options]:
-        raise ValueError(
-            f"finetune_options holds {legible(', '.join(own))}, which replace_model sets itself; leave it out"
-        )
+        raise ValueError(f"finetune_options holds {legible(', '.join(own))}, which replace_model sets itself; leave it out")
     if finetune is not None:
         recipe = {key: value for key, value in finetune_options.items() if key not in _BESIDE_RECIPE}
         resolve_finetuning(finetune_options.get("preset", finetune), recipe)
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value if isinstance(value, str | int | float | bool | None) else str(value)
-        for key, value in options.items()
-    }
+    return {key: value if isinstance(value, str | int | float | bool | None) else str(value) for key, value in options.items()}

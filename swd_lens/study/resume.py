@@ -166,9 +166,7 @@ def memory_of(
         solved += [_estimate(model, surface, calibration_tokens, options) for surface in made]
     parts = {"factorize": max(each.peak_bytes for each in solved)} if sizes else {}
     n_starts = sum(widths_of.values()) + len(factors or {}) + 2
-    parts["fidelity"] = max(
-        _fidelity(model, surface, most_units, n_starts, heldout_length) for surface in sites.values()
-    )
+    parts["fidelity"] = max(_fidelity(model, surface, most_units, n_starts, heldout_length) for surface in sites.values())
     first = min(site.layer for surface in sites.values() for site in surface)
     for task in tasks:
         length = max(len(row) for split in task.splits for row in split.tokens)

@@ -68,9 +68,7 @@ class Run(Record):
         Raises:
             ValueError: there is none.
         """
-        return max(
-            (r for r in self.replacements if r.surface == surface and not r.control), key=lambda r: r.factors.sparsity
-        )
+        return max((r for r in self.replacements if r.surface == surface and not r.control), key=lambda r: r.factors.sparsity)
 
     def fidelity_table(self) -> pd.DataFrame:
         """One row per surface and method."""

@@ -34,18 +34,7 @@ FORMAT = 1
 NAME, WHAT = "run.json", "a run"
 # What folders of factors end in while a run is saved over another one. `folders_named` gives no name with this sign.
 STAGED = "~new"
-_PARTS = (
-    "format",
-    "settings",
-    "seconds",
-    "fidelity",
-    "comparisons",
-    "circuits",
-    "units",
-    "attention",
-    "extras",
-    "files",
-)
+_PARTS = ("format", "settings", "seconds", "fidelity", "comparisons", "circuits", "units", "attention", "extras", "files")
 _CURVE = {"units", "edges", "recovered", "sufficiency", "drop"}  # columns of a curve that every report draws
 
 
@@ -155,9 +144,7 @@ class Replacement:
         one_of("role", row["role"], ROLES)
         measured, exact = Fidelity.from_dict(row), "factors" in row
         described = row["factors"] if exact else {"sites": {site: {} for site in measured.relmse}, "provenance": {}}
-        described = checked(
-            "factors", described, {"sites": Mapping[str, Mapping[str, Any]], "provenance": Mapping[str, Any]}
-        )
+        described = checked("factors", described, {"sites": Mapping[str, Mapping[str, Any]], "provenance": Mapping[str, Any]})
         for site, known in described["sites"].items():
             split_name(site)
             _Site.from_dict(known)
@@ -198,11 +185,7 @@ def holds(folder: Path, factors: FactorSet) -> bool:
         for site, new in factors.items():
             old = Factors(**stored[site].parts())
             about = [json.dumps(plain([f.settings, f.provenance]), sort_keys=True) for f in (old, new)]
-            if (
-                about[0] != about[1]
-                or not torch.equal(old.read, new.read.cpu())
-                or not torch.equal(old.write, new.write.cpu())
-            ):
+            if about[0] != about[1] or not torch.equal(old.read, new.read.cpu()) or not torch.equal(old.write, new.write.cpu()):
                 return False
         return True
     except (FactorFileError, FileNotFoundError):

@@ -173,9 +173,7 @@ def run_study(
         sites_of,
         tasks,
         heldout_tokens,
-        factors={
-            surface: {n: factors[n] for n, names in given.items() if names == sites_of[surface]} for surface in sites_of
-        },
+        factors={surface: {n: factors[n] for n, names in given.items() if names == sites_of[surface]} for surface in sites_of},
         beside=beside,
         controls=controls,
         usual=usual,
@@ -219,13 +217,9 @@ def run_study(
 # ---------------------------------------------------------------------------------------------- what is asked for
 
 
-def _sites_of(
-    model: Any, surfaces: Mapping[str, str | Sequence[str]], given: Mapping[str, list[str]]
-) -> dict[str, list[str]]:
+def _sites_of(model: Any, surfaces: Mapping[str, str | Sequence[str]], given: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """List label -> names of its sites, of the surfaces asked for and of those that only finished factors replace."""
-    sites_of = {
-        encodable(label): [site.name for site in find_sites(model, pattern)] for label, pattern in surfaces.items()
-    }
+    sites_of = {encodable(label): [site.name for site in find_sites(model, pattern)] for label, pattern in surfaces.items()}
     for names in given.values():
         if names not in sites_of.values():
             kinds = {split_name(name)[1] for name in names}
@@ -249,9 +243,7 @@ def _require_text(calibration_tokens: Any, sizes: Sequence[float | Goal], contro
     if calibration_tokens is not None:
         return
     if any(isinstance(size, Goal) for size in sizes):
-        raise TokenError(
-            "a goal (kl= or ce=) needs tokens: factors are fitted on a part of the text and judged on another one"
-        )
+        raise TokenError("a goal (kl= or ce=) needs tokens: factors are fitted on a part of the text and judged on another one")
     if of_text := [name for name in controls if name in OF_TEXT]:
         raise ValueError(
             f"controls {legible(', '.join(of_text))} go by what the matrices read on text, and this study has none: give "
@@ -367,9 +359,7 @@ class _Study:
             for fitted in (self.text, *([self.of_goal["tokens"]] if self.of_goal else [])):
                 fitted.expect(shared_sites(stages_of(find_sites(self.solved_on, names), kind), kind))
 
-    def open_folder(
-        self, calibration_model: Any, solver: Mapping[str, Any], units: Mapping[str, Any], overwrite: bool
-    ) -> None:
+    def open_folder(self, calibration_model: Any, solver: Mapping[str, Any], units: Mapping[str, Any], overwrite: bool) -> None:
         """Open the cache of finished parts in the folder, if there is one.
 
         Raises:
@@ -382,14 +372,10 @@ class _Study:
         require_own(self.folder)
         settings = settings_of_parts(self.model, calibration_model, self.text, self.heldout, solver)
         seeds = [f"random_b {seed}" for seed in range(self.random_b_seeds)] if "random_b" in self.controls else []
-        ours = {
-            method: True for of_surface in self.solved.values() for method, how in of_surface.items() if not how.control
-        }
+        ours = {method: True for of_surface in self.solved.values() for method, how in of_surface.items() if not how.control}
         named = {"sparsities": ours, "controls": [*(c for c in self.controls if c != "random_b"), *seeds]}
         named |= {"positions": self.interventions["positions"], "ablation": self.interventions["ablations"]}
-        self.parts = StepCache(
-            self.folder, settings, growing_parts(self.model, self.surfaces, self.tasks, units, named)
-        )
+        self.parts = StepCache(self.folder, settings, growing_parts(self.model, self.surfaces, self.tasks, units, named))
 
     def solve(self, surface: str) -> dict[str, tuple[FactorSet, float]]:
         """Make what the solver makes: method -> factors and the seconds that they took; behind them finished factors."""
@@ -397,10 +383,7 @@ class _Study:
         for method, how in self.solved[surface].items():
             self.on_step(f"factorize {surface} as {method}")
             start = time.perf_counter()
-            asked: dict[str, Any] = {
-                **how.asked,
-                **(self.of_goal if isinstance(how.size, Goal) else {"tokens": self.text}),
-            }
+            asked: dict[str, Any] = {**how.asked, **(self.of_goal if isinstance(how.size, Goal) else {"tokens": self.text})}
             asked |= {} if self.text is not None else {"calibration": "zero-data"}
             place = None if self.folder is None else self.folder / self.places[surface, method]
             try:
@@ -424,10 +407,7 @@ class _Study:
             self.on_step(f"exact factors of {surface}: {method}")
             start = time.perf_counter()
             of_text = {"tokens": tokens if self.text is None else self.text} if control in OF_TEXT else {}
-            made[method] = (
-                exact.EXACT[control].make(self.model, self.surfaces[surface], **of_text),
-                time.perf_counter() - start,
-            )
+            made[method] = (exact.EXACT[control].make(self.model, self.surfaces[surface], **of_text), time.perf_counter() - start)
         return made
 
     def compare(self, surface: str, made: Mapping[str, FactorSet]) -> Comparison:
@@ -530,16 +510,12 @@ def _settings(
     }
 
 
-def _settings_used(
-    first: Replacement, comparisons: Mapping[str, Comparison], solver: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _settings_used(first: Replacement, comparisons: Mapping[str, Comparison], solver: Mapping[str, Any] | None) -> dict[str, Any]:
     """Read off the results what solver (None: none was run), attribution and interventions say they used."""
     comparison = next(iter(comparisons.values()))
     curve = next(iter(comparison.values())).curves[first.method]
     used: dict[str, Any] = {
-        key: curve.settings[key]
-        for key in ("positions", "mean_over", "ablation", "score", "sign")
-        if key in curve.settings
+        key: curve.settings[key] for key in ("positions", "mean_over", "ablation", "score", "sign") if key in curve.settings
     }
     if comparison.others:
         positions, ablations = zip(*comparison.under_each(), strict=True)

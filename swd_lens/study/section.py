@@ -153,9 +153,7 @@ class SectionGraph(PlainRecord):
         self.page()
 
     @classmethod
-    def of(
-        cls, graph: UnitGraph, attention: AttentionPaths | None = None, replays: Replays | None = None
-    ) -> "SectionGraph":
+    def of(cls, graph: UnitGraph, attention: AttentionPaths | None = None, replays: Replays | None = None) -> "SectionGraph":
         """The values of a graph and what belongs to it."""
         values = (None if each is None else plain(each.as_dict()) for each in (graph, attention, replays))
         return cls(*values)  # pyright: ignore[reportArgumentType]

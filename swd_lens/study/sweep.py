@@ -177,9 +177,7 @@ class Sweep(Record):
     def parts(self) -> tuple[Any, ...]:
         if not self.points:
             return (self.table(),)
-        measured = self.table().drop(
-            columns=[f"{task}: {cost}" for task in self.points[0].curves for cost in self._costs()]
-        )
+        measured = self.table().drop(columns=[f"{task}: {cost}" for task in self.points[0].curves for cost in self._costs()])
         return self.plot(), self._circuits(), Folded("fidelity of every point", measured)
 
     def _costs(self) -> list[str]:
@@ -281,10 +279,7 @@ def sweep(
     # Made when their turn comes, and measured with those that are in memory together.
     made = run_protocol(protocol, {name: partial(point, name, *asked) for name, asked in names.items()}, {})
     curves = {name: {task: of_task[name] for (task, *_), of_task in made.curves.items()} for name in names}
-    points = [
-        SweepPoint(s, without, *sizes[name], made.fidelities[name], curves[name])
-        for name, (s, without) in names.items()
-    ]
+    points = [SweepPoint(s, without, *sizes[name], made.fidelities[name], curves[name]) for name, (s, without) in names.items()]
     asked = {"model": str(model.cfg.model_name), "sites": [site.name for site in find_sites(model, sites)]}
     asked |= {"positions": positions, "ablation": ablation, "units": units, "solver": dict(solver)}
     asked |= standing_hooks(model)

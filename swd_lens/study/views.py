@@ -23,15 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.analysis.audit import (
-    WRITES_RESIDUAL,
-    Context,
-    Edges,
-    LogitEffect,
-    TaskRank,
-    UnitCard,
-    top_contexts,
-)
+from swd_lens.analysis.audit import WRITES_RESIDUAL, Context, Edges, LogitEffect, TaskRank, UnitCard, top_contexts
 from swd_lens.analysis.audit.passage import beginning_of
 from swd_lens.analysis.audit.vectors import Readout
 from swd_lens.base.divergence import kl
@@ -157,9 +149,7 @@ def unit_cards(
         units = list(dict.fromkeys(unit for ranking in best.values() for unit in ranking))
         contexts = top_contexts(model, replaced, units, tokens, n=n_contexts, progress=progress) if units else {}
         writing = [site for site, _ in units if split_name(site)[1] in WRITES_RESIDUAL]
-        readout = (
-            Readout(model, find_sites(model, writing), *beginning_of(as_stream(tokens, model))) if writing else None
-        )
+        readout = Readout(model, find_sites(model, writing), *beginning_of(as_stream(tokens, model))) if writing else None
         for task, ranking in best.items():
             cards[task] = [
                 TaskUnit(
@@ -183,9 +173,7 @@ def unit_cards(
 # ---------------------------------------------------------------------------------------------- attention
 
 
-def attention_views(
-    model: Any, tasks: Sequence[Task], replacements: Mapping[str, tuple[str, FactorSet]]
-) -> list[AttentionView]:
+def attention_views(model: Any, tasks: Sequence[Task], replacements: Mapping[str, tuple[str, FactorSet]]) -> list[AttentionView]:
     """Make views in the order of tasks: the dense host, then each surface that changes patterns.
 
     Args:
@@ -241,17 +229,11 @@ def _patterns(model: Any, row: Int[Tensor, " pos"]) -> Patterns:
 
 
 def _views_of_task(
-    task: str,
-    tokens: Sequence[str],
-    dense: Patterns,
-    changed: Mapping[str, Patterns],
-    methods: Mapping[str, str],
-    room: int,
+    task: str, tokens: Sequence[str], dense: Patterns, changed: Mapping[str, Patterns], methods: Mapping[str, str], room: int
 ) -> list[AttentionView]:
     """The dense host's view and one per surface that changed patterns; `room`: values that they may have together."""
     divergences = {
-        surface: {head: _pattern_kl(dense[head], replaced[head]) for head in dense}
-        for surface, replaced in changed.items()
+        surface: {head: _pattern_kl(dense[head], replaced[head]) for head in dense} for surface, replaced in changed.items()
     }
     most = {head: max((of_head[head] for of_head in divergences.values()), default=0.0) for head in dense}
     fits = max(2, room // min(len(tokens), _LONGEST) ** 2)

@@ -110,8 +110,6 @@ def _has_case(character: str) -> bool:
 
 def _named(texts: list[str], at_end: bool = True) -> str:
     """The first texts, each by its end (or its beginning), and how many more there are."""
-    shown = [
-        text if len(text) <= _END else f"…{text[-_END:]}" if at_end else f"{text[:_END]}…" for text in texts[:_NAMED]
-    ]
+    shown = [text if len(text) <= _END else f"…{text[-_END:]}" if at_end else f"{text[:_END]}…" for text in texts[:_NAMED]]
     more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
     return ", ".join(map(repr, shown)) + more

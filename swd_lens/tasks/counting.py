@@ -92,9 +92,7 @@ def excluded(exclude: Any, model: Any) -> Counting:
     return Counting(tuple(sorted(set(ids))), tuple(sorted(set(ids))))
 
 
-def padding_last(
-    tokens: Any, attention_mask: Any, model: Any
-) -> tuple[Int[Tensor, "rows pos"], Int[Tensor, " rows"] | None]:
+def padding_last(tokens: Any, attention_mask: Any, model: Any) -> tuple[Int[Tensor, "rows pos"], Int[Tensor, " rows"] | None]:
     """Rows with their padding behind the text, and how many tokens of text each has (None: none is padded).
 
     Args:

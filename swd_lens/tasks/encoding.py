@@ -128,9 +128,7 @@ class UnknownWords:
     def _words_of(self, text: str, unknown: int) -> list[str]:
         if not getattr(self.tokenizer, "is_fast", False):
             words = text.split()
-            return [
-                word for word in words if unknown in self.tokenizer(" " + word, add_special_tokens=False)["input_ids"]
-            ]
+            return [word for word in words if unknown in self.tokenizer(" " + word, add_special_tokens=False)["input_ids"]]
         read = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         spans = zip(read["input_ids"], read["offset_mapping"], strict=True)
         return [text[start:end].strip() or text[start:end] for token, (start, end) in spans if token == unknown]

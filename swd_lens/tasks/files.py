@@ -81,9 +81,7 @@ def _example(path: Path, i: int, prompt: dict) -> TaskExample:
     if not isinstance(answers, list) or not isinstance(wrong, list):
         raise TaskError(f'{path}: "answers" and "wrong_answers" of prompt {i} must be lists of strings')
     if not all(isinstance(text, str) for text in [clean, *answers, *wrong, "" if corrupt is None else corrupt]):
-        raise TaskError(
-            f"{path}: prompt {i} holds token ids instead of strings, which tie it to one tokenizer; not supported"
-        )
+        raise TaskError(f"{path}: prompt {i} holds token ids instead of strings, which tie it to one tokenizer; not supported")
     return TaskExample(clean, tuple(answers), tuple(wrong), corrupt, {"file": path.name})
 
 
@@ -132,9 +130,7 @@ def _line_example(record: dict[str, Any], where: str, path: Path, inclusive: boo
             "prompt, answers and distractors (corrupt is optional), or the fields of one of Edge-Pruning's datasets"
         )
     if inclusive:
-        raise TaskError(
-            f"inclusive=True is about Edge-Pruning's greater-than, but {where} names its distractors itself"
-        )
+        raise TaskError(f"inclusive=True is about Edge-Pruning's greater-than, but {where} names its distractors itself")
     prompt, corrupt = record["prompt"], record.get("corrupt")
     if not isinstance(prompt, str) or not isinstance(corrupt, str | None):
         raise TaskError(f"{where}: 'prompt' and 'corrupt' must be text")
@@ -142,9 +138,7 @@ def _line_example(record: dict[str, Any], where: str, path: Path, inclusive: boo
     for field in ("answers", "distractors"):
         texts = [record[field]] if isinstance(record[field], str) else record[field]
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise TaskError(
-                f"{where}: {quoted(field)} must be a string or a list of strings, got {quoted(record[field])}"
-            )
+            raise TaskError(f"{where}: {quoted(field)} must be a string or a list of strings, got {quoted(record[field])}")
         sides.append(tuple(texts))
     return TaskExample(prompt, sides[0], sides[1], corrupt, {"file": path.name})
 
@@ -263,9 +257,7 @@ def task_of_fields(fields: list[str], where: str) -> str:
         if set(needed) <= set(fields):
             return task
     known = "; ".join(f"{task}: {', '.join(needed)}" for task, needed in FIELDS.items())
-    raise TaskError(
-        f"{where} has the fields {', '.join(fields)}, which belong to none of Edge-Pruning's tasks ({known})"
-    )
+    raise TaskError(f"{where} has the fields {', '.join(fields)}, which belong to none of Edge-Pruning's tasks ({known})")
 
 
 def row_example(task: str, row: Mapping[str, Any], where: str, inclusive: bool = False) -> TaskExample:

@@ -26,14 +26,7 @@ from typing import Any
 from swd_lens.base.checks import bounded
 from swd_lens.base.errors import TaskError, quoted
 from swd_lens.base.surroundings import with_torch_defaults
-from swd_lens.tasks.files import (
-    AUTO_CIRCUIT,
-    EDGE_PRUNING,
-    find_format,
-    read_auto_circuit,
-    read_edge_pruning,
-    read_jsonl,
-)
+from swd_lens.tasks.files import AUTO_CIRCUIT, EDGE_PRUNING, find_format, read_auto_circuit, read_edge_pruning, read_jsonl
 from swd_lens.tasks.generators import GENERATED, content_of, corrupts, stream
 from swd_lens.tasks.generators.words import TASK_PARTS
 from swd_lens.tasks.split import TaskExample
@@ -93,13 +86,10 @@ def load_task(
     if kind is None:
         near = difflib.get_close_matches(str(name).lower(), GENERATED, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise TaskError(
-            f"{quoted(str(name))} is neither a task family ({', '.join(GENERATED)}) nor a file or folder.{hint}"
-        )
+        raise TaskError(f"{quoted(str(name))} is neither a task family ({', '.join(GENERATED)}) nor a file or folder.{hint}")
     if splits is not None and kind != EDGE_PRUNING:
         raise TaskError(
-            f"splits={splits} belongs to Edge-Pruning folders; {quoted(str(name))} is split by n_train, n_validation and "
-            "n_test"
+            f"splits={splits} belongs to Edge-Pruning folders; {quoted(str(name))} is split by n_train, n_validation and n_test"
         )
     if inclusive and kind in ("generator", AUTO_CIRCUIT):
         raise TaskError(
@@ -159,18 +149,11 @@ def _with_even_corrupts(
 
 
 def _shuffled(
-    build: TaskBuilder,
-    examples: list[TaskExample],
-    dropped: Counter[str],
-    source: str,
-    asked: tuple[int, int, int],
-    seed: int,
+    build: TaskBuilder, examples: list[TaskExample], dropped: Counter[str], source: str, asked: tuple[int, int, int], seed: int
 ) -> Task:
     different = len({example.prompt for example in examples})
     if different < 3:
-        raise TaskError(
-            f"{source} holds {different} different prompts; train, validation and test need at least one each"
-        )
+        raise TaskError(f"{source} holds {different} different prompts; train, validation and test need at least one each")
     random.Random(seed).shuffle(examples)
     before, n_train, n_validation, n_test = _shares(different, *asked)
     others = examples[:before] + examples[before + n_test :]

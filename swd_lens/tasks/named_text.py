@@ -64,9 +64,7 @@ def _streamed(name: str) -> Iterator[Any]:
 
         yield from datasets.load_dataset(repository, configuration, split=split, streaming=True)
     except Exception as cause:  # every layer below (datasets, hub, http client, sockets) has its own classes
-        offline = [
-            key for key in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(key) not in (None, "", "0")
-        ]
+        offline = [key for key in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(key) not in (None, "", "0")]
         switch = f"{' and '.join(offline)} is set: unset it, or " if offline else "Check the network, or "
         raise TokenError(
             f"text {quoted(name)} is streamed from huggingface.co/datasets/{repository}, and that failed: "

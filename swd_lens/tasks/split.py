@@ -185,12 +185,7 @@ class TaskSplit:
     def table(self) -> pd.DataFrame:
         """One row per example: prompt, answers and distractors (spaces as dots), and the prompt's tokens counted."""
         rows = [
-            {
-                "prompt": e.prompt,
-                "answers": listed(e.answers),
-                "distractors": listed(e.distractors),
-                "tokens": len(tokens),
-            }
+            {"prompt": e.prompt, "answers": listed(e.answers), "distractors": listed(e.distractors), "tokens": len(tokens)}
             for e, tokens in zip(self.examples, self.tokens, strict=True)
         ]
         return pd.DataFrame(rows, columns=["prompt", "answers", "distractors", "tokens"])
@@ -203,12 +198,7 @@ class TaskSplit:
         return f"TaskSplit({self.task}, {self.name}: {words}{f', {dropped} dropped' if dropped else ''})"
 
     def _repr_html_(self) -> str:
-        about = {
-            "source": self.source,
-            "prepend_bos": self.prepend_bos,
-            "d_vocab": self.d_vocab,
-            "dropped": self.dropped,
-        }
+        about = {"source": self.source, "prepend_bos": self.prepend_bos, "d_vocab": self.d_vocab, "dropped": self.dropped}
         return card(repr(self), self.table(), folded_settings(about))
 
     def require_host(self, model: Any) -> None:

@@ -264,8 +264,7 @@ def as_stream(tokens: Any, model: Any, *, exclude: Any = None, attention_mask: A
     """
     if attention_mask is not None and isinstance(tokens, TokenStream | Iterator | np.memmap):
         raise TokenError(
-            f"attention_mask= is for token rows in memory, not for a {type(tokens).__name__}: give a stream rows without "
-            "padding"
+            f"attention_mask= is for token rows in memory, not for a {type(tokens).__name__}: give a stream rows without padding"
         )
     if isinstance(tokens, TokenStream):
         stream = tokens.bound_to(model)
@@ -311,9 +310,7 @@ def _row(row: Any, number: int) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as cause:
         raise TokenError(f"row {number} of the stream is no row of integers: {cause}") from None
     if row.ndim != 1 or len(row) == 0:
-        raise TokenError(
-            f"row {number} of the stream has shape {tuple(row.shape)}; a row is (pos,) token ids, and not empty"
-        )
+        raise TokenError(f"row {number} of the stream has shape {tuple(row.shape)}; a row is (pos,) token ids, and not empty")
     return row
 
 

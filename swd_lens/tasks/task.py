@@ -67,10 +67,7 @@ class Task:
         return f"Task({self.name}: {sizes} ({self.counts()}); {self.source})"
 
     def _repr_html_(self) -> str:
-        first = [
-            replace(split, examples=split.examples[:_SHOWN], tokens=split.tokens[:_SHOWN]).table()
-            for split in self.splits
-        ]
+        first = [replace(split, examples=split.examples[:_SHOWN], tokens=split.tokens[:_SHOWN]).table() for split in self.splits]
         shown = pd.concat(first, keys=list(SPLITS), names=["split"]).reset_index("split")
         train, validation, test = map(len, self.splits)
         words = f"{train} train, {validation} validation and {test} test prompts ({self.counts()}). The first of each:"
@@ -231,9 +228,7 @@ class Task:
         """
         _check_fractions(validation_fraction, test_fraction)
         rows = [as_rows(prompt, model)[0] for prompt in _listed(name, "prompts", prompts)]
-        sides = [
-            _listed(name, what, side, len(rows)) for what, side in (("answers", answers), ("distractors", distractors))
-        ]
+        sides = [_listed(name, what, side, len(rows)) for what, side in (("answers", answers), ("distractors", distractors))]
         cases: dict[tuple[int, ...], tuple[Tensor, tuple[int, ...], tuple[int, ...]]] = {}
         for i, (row, right, wrong) in enumerate(zip(rows, *sides, strict=True)):
             location, ids = f"task {name!r}, prompt {i}", tuple(row.tolist())
@@ -245,15 +240,12 @@ class Task:
             cases[ids] = row, answer, distractor
         parts = _three_parts(name, list(cases.values()), validation_fraction, test_fraction, seed)
         train, validation, test = (
-            split_of_ids(name, split, model, *zip(*part, strict=True))
-            for split, part in zip(SPLITS, parts, strict=True)
+            split_of_ids(name, split, model, *zip(*part, strict=True)) for split, part in zip(SPLITS, parts, strict=True)
         )
         return cls(name, train, validation, test, f"the user's own token ids, seed {seed}", False)
 
     @staticmethod
-    def of_prompt(
-        model: Any, prompt: Any, answers: Any, distractors: Any, *, prepend_bos: bool | None = None
-    ) -> TaskSplit:
+    def of_prompt(model: Any, prompt: Any, answers: Any, distractors: Any, *, prepend_bos: bool | None = None) -> TaskSplit:
         """One prompt as a split, for what one prompt can be asked: its scores, its margin.
 
             scores = swd.attribute(model, factors, swd.Task.of_prompt(model, "The woman smiled because", " she", " he"))
@@ -356,9 +348,7 @@ def split_of_ids(
         TaskExample(decoded(model, prompt.tolist()), texts(right), texts(wrong), None, {"task": task})
         for prompt, right, wrong in zip(prompts, answers, distractors, strict=True)
     )
-    return TaskSplit(
-        name, examples, tuple(prompts), tuple(answers), tuple(distractors), int(model.cfg.d_vocab), task=task
-    )
+    return TaskSplit(name, examples, tuple(prompts), tuple(answers), tuple(distractors), int(model.cfg.d_vocab), task=task)
 
 
 def _single_ids(model: Any, location: str, role: str, given: Any) -> tuple[int, ...]:
@@ -386,9 +376,7 @@ def _single_ids(model: Any, location: str, role: str, given: Any) -> tuple[int, 
     return tuple(dict.fromkeys(ids))
 
 
-def _warn_of_prompt(
-    model: Any, prompt: Prompt, given: tuple[Any, Any], ids: tuple[tuple[int, ...], tuple[int, ...]]
-) -> None:
+def _warn_of_prompt(model: Any, prompt: Prompt, given: tuple[Any, Any], ids: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     """The cautions of one prompt, with its answers and distractors, where it is a text."""
     if prompt.text is None:
         return
@@ -426,13 +414,9 @@ class TaskBuilder:
     ):
         self.tokenizer = TaskTokenizer(task, model, prepend_bos)
         seen = None if repeats else dict[tuple[int, ...], str]()
-        self.train, self.validation, self.test = (
-            Collector(split, self.tokenizer, seen, on_bad, metric) for split in SPLITS
-        )
+        self.train, self.validation, self.test = (Collector(split, self.tokenizer, seen, on_bad, metric) for split in SPLITS)
 
-    def fill(
-        self, train: Iterable[TaskExample], validation: Iterable[TaskExample], test: Iterable[TaskExample]
-    ) -> None:
+    def fill(self, train: Iterable[TaskExample], validation: Iterable[TaskExample], test: Iterable[TaskExample]) -> None:
         """Offer all examples of all splits; validation comes last, so that what it shares with the others stays theirs."""
         self.train.fill(train)
         self.test.fill(test)

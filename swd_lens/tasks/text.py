@@ -54,9 +54,7 @@ def as_rows(tokens: Any, model: Any, *, padded: bool = False) -> Int[Tensor, "ro
             "strings are turned into tokens by swd.pack_text(model, text), or by model.to_tokens(...)"
         ) from cause
     if rows.is_floating_point() or rows.dtype == torch.bool or rows.is_complex():
-        raise TokenError(
-            f"tokens must be integers, got {rows.dtype}; strings are turned into tokens by model.to_tokens(...)"
-        )
+        raise TokenError(f"tokens must be integers, got {rows.dtype}; strings are turned into tokens by model.to_tokens(...)")
     if rows.ndim == 1:
         rows = rows[None]
     if rows.ndim != 2 or rows.numel() == 0:
@@ -71,8 +69,7 @@ def as_rows(tokens: Any, model: Any, *, padded: bool = False) -> Int[Tensor, "ro
         )
     if rows.shape[1] > model.cfg.n_ctx:
         raise TokenError(
-            f"rows of {rows.shape[1]} tokens do not fit the host's context of {model.cfg.n_ctx}; cut them into shorter "
-            "rows"
+            f"rows of {rows.shape[1]} tokens do not fit the host's context of {model.cfg.n_ctx}; cut them into shorter rows"
         )
     if not padded:
         _refuse_padding(rows, model)
@@ -348,8 +345,7 @@ def documents_of(source: Any, documents: str = "one") -> tuple[Iterator[tuple[bo
         raise TokenError(f"text source is a {type(source).__name__} with {keys}; pass one split of it, source[...]")
     if not isinstance(source, Iterable) or isinstance(source, bytes):
         raise TokenError(
-            f"text source must be a file, a name ({', '.join(NAMES)}) or an iterable of documents, got "
-            f"{type(source).__name__}"
+            f"text source must be a file, a name ({', '.join(NAMES)}) or an iterable of documents, got {type(source).__name__}"
         )
     return ((True, text) for text in _texts(source)), f"the {type(source).__name__} that was passed"
 
@@ -377,7 +373,5 @@ def _texts(documents: Iterable[Any]) -> Iterator[str]:
             raise TokenError(f"document {i} has no 'text'; it has {', '.join(map(repr, document))}")
         text = document["text"] if isinstance(document, Mapping) else document
         if not isinstance(text, str):
-            raise TokenError(
-                f"document {i} must be a string, or a dict with one under 'text', got {type(text).__name__}"
-            )
+            raise TokenError(f"document {i} must be a string, or a dict with one under 'text', got {type(text).__name__}")
         yield text

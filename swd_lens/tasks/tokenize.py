@@ -48,9 +48,7 @@ class TaskTokenizer:
         if prepend_bos is None:
             prepend_bos = begins_with_bos(model)
         if prepend_bos and model.tokenizer.bos_token_id is None:
-            raise TaskError(
-                f"task {quoted(task)}: prepend_bos=True, but this tokenizer has no BOS token; pass prepend_bos=False"
-            )
+            raise TaskError(f"task {quoted(task)}: prepend_bos=True, but this tokenizer has no BOS token; pass prepend_bos=False")
         self.task, self.prepend_bos = task, prepend_bos
         self.tokenizer, self.n_ctx, self.d_vocab = model.tokenizer, int(model.cfg.n_ctx), int(model.cfg.d_vocab)
         self.unknown, self.cautions = UnknownWords(model.tokenizer), Cautions(self)
@@ -198,16 +196,10 @@ class Collector:
         dropped = self.dropped + (before or Counter())
         task, name = self.tokenizer.task, self.split
         if not self.kept and not dropped:
-            raise TaskError(
-                f"task {quoted(task)} has no {name} examples; a task needs at least one prompt in each split"
-            )
+            raise TaskError(f"task {quoted(task)} has no {name} examples; a task needs at least one prompt in each split")
         if not self.kept:
             reasons = "; ".join(f"{reason} ({count})" for reason, count in dropped.most_common())
-            hint = (
-                ". Answers and distractors must be single tokens (paper, app. A.4)"
-                if "not one token" in reasons
-                else ""
-            )
+            hint = ". Answers and distractors must be single tokens (paper, app. A.4)" if "not one token" in reasons else ""
             raise TaskError(f"task {quoted(task)} has no usable {name} example with this tokenizer: {reasons}{hint}")
         examples, tokens, answers, distractors, corrupt = zip(*self.kept, strict=True)
         return TaskSplit(
@@ -231,9 +223,7 @@ class Collector:
         tokenizer = self.tokenizer
         tokens = tokenizer.prompt(example.prompt)
         if self.seen is not None and (before := self.seen.get(tuple(tokens.tolist()))) is not None:
-            same = (
-                "it was there before" if before == example.prompt else f"to this host it is {before!r}, of the same ids"
-            )
+            same = "it was there before" if before == example.prompt else f"to this host it is {before!r}, of the same ids"
             raise Unusable(DUPLICATE, f"{same}, and a prompt must not be in two splits")
         corrupt = None if example.corrupt is None else tokenizer.prompt(example.corrupt, "corrupt prompt")
         if self.metric is not None:

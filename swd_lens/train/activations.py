@@ -63,9 +63,7 @@ class KeptActivations:
                 self.values = _mapped(values, shape, np.float32)
                 self.known = _mapped(known, (len(rows),), np.bool_)
 
-    def __call__(
-        self, rows: Int[Tensor, "_rows pos"]
-    ) -> tuple[Float[Tensor, "token d_in"], Float[Tensor, "token d_out"]]:
+    def __call__(self, rows: Int[Tensor, "_rows pos"]) -> tuple[Float[Tensor, "token d_in"], Float[Tensor, "token d_out"]]:
         """Inputs and outputs at all positions of the rows, row after row."""
         numbers = [self.number[row.numpy().tobytes()] for row in rows.cpu()]
         for number in numbers:

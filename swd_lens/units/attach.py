@@ -84,9 +84,7 @@ class Attachment:
                 were changed in place while they were attached, and nothing has said so yet.
         """
         if not self._undo:
-            raise AttachError(
-                "these factors are not attached (any more); swd_lens.attach(model, factors) attaches them again"
-            )
+            raise AttachError("these factors are not attached (any more); swd_lens.attach(model, factors) attaches them again")
         self._undo.run()
         self._require_unedited()
 
@@ -114,9 +112,7 @@ class Attachment:
         return self
 
     @joint
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         was_attached = bool(self._undo)  # an earlier detach has looked already
         self._undo.__exit__(kind, error, trace)
         if kind is None and was_attached:

@@ -96,9 +96,7 @@ class CoderUnits:
         one_of("reads", self.reads, SIDES, UnitSourceError)
         one_of("writes", self.writes, SIDES, UnitSourceError)
         if (self.reads, self.writes) == ("output", "input"):
-            raise UnitSourceError(
-                "units cannot read the site's output and write its input; reads='input' or writes='output'"
-            )
+            raise UnitSourceError("units cannot read the site's output and write its input; reads='input' or writes='output'")
         if self.n_units:  # 0 before a trial has shown the width
             for name in ("edges_per_unit", "valid_units"):
                 self._own(name)
@@ -124,10 +122,7 @@ class CoderUnits:
         return self._call(self.coder.decode, z)
 
     def run(
-        self,
-        h: Float[Tensor, "*batch d_in"],
-        dense: Callable[[Tensor], Tensor],
-        hook: Callable[[Tensor], Tensor] = lambda z: z,
+        self, h: Float[Tensor, "*batch d_in"], dense: Callable[[Tensor], Tensor], hook: Callable[[Tensor], Tensor] = lambda z: z
     ) -> Float[Tensor, "*batch d_out"]:
         """The site's output through the units.
 
@@ -143,8 +138,7 @@ class CoderUnits:
         device, dtype = place_of(self.coder)
         if device != x.device and device is not None:
             raise UnitSourceError(
-                f"{self.name} is on {device}, the host computes on {x.device}; move it first: "
-                f"coder.to({quoted(str(x.device))})"
+                f"{self.name} is on {device}, the host computes on {x.device}; move it first: coder.to({quoted(str(x.device))})"
             )
         return function(x.to(dtype or x.dtype)).to(x.dtype)
 
@@ -269,7 +263,5 @@ def tried(what: str, function: Callable[[Any], Any], x: Tensor) -> Tensor:
     if result.device != x.device:
         raise UnitSourceError(f"{what} took {x.device} and gave {result.device}; keep the device")
     if result.shape[:-1] != x.shape[:-1]:
-        raise UnitSourceError(
-            f"{what} gave {tuple(result.shape)} for {tuple(x.shape)}; keep the batch and position axes"
-        )
+        raise UnitSourceError(f"{what} gave {tuple(result.shape)} for {tuple(x.shape)}; keep the batch and position axes")
     return result

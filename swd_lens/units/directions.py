@@ -55,9 +55,7 @@ def ranked(
         if side == "read" and f.origin is not None and f.origin.scale is not None:
             vectors = vectors * f.origin.scale.float().cpu()
         if vectors.shape[1] != len(along):
-            raise UnitSourceError(
-                f"the direction has {len(along)} entries, the residual stream at {site} {vectors.shape[1]}"
-            )
+            raise UnitSourceError(f"the direction has {len(along)} entries, the residual stream at {site} {vectors.shape[1]}")
         dot = vectors @ along
         cosine = dot / (vectors.norm(dim=1) * along.norm()).clamp_min(1e-30)
         valid = f.valid_units.cpu().nonzero()[:, 0].tolist()

@@ -96,9 +96,7 @@ def _turned(
     return turned * norms.T, written / norms
 
 
-def _root(
-    gram: Tensor | None, dense: Float[Tensor, "d_in d_out"], tokens: int | None
-) -> Float[Tensor, "d_in d_in"] | None:
+def _root(gram: Tensor | None, dense: Float[Tensor, "d_in d_out"], tokens: int | None) -> Float[Tensor, "d_in d_in"] | None:
     """C with C^T C = G as the solver's metric has it (solver/metric.py), up to a factor."""
     if gram is None:
         return None

@@ -193,9 +193,7 @@ class Factors:
 
     # ------------------------------------------------------------------ other
 
-    def sparse(
-        self, layout: torch.layout = torch.sparse_coo
-    ) -> tuple[Shaped[Tensor, "d_in unit"], Shaped[Tensor, "unit d_out"]]:
+    def sparse(self, layout: torch.layout = torch.sparse_coo) -> tuple[Shaped[Tensor, "d_in unit"], Shaped[Tensor, "unit d_out"]]:
         """Read and write factor as sparse tensors of their nonzeros.
 
         The default, COO, lists edges: `read.indices()` is (2, edges), input above unit, and `read.values()` their
@@ -309,9 +307,7 @@ class FactorSet(OnHub, _SetBase):
     site. On the hub: `push_to_hub`, `from_pretrained` (hub.py).
     """
 
-    def __new__(
-        cls, *arguments: Any, **named: Any
-    ):  # the hub mixin's own searches the arguments for a JSON configuration
+    def __new__(cls, *arguments: Any, **named: Any):  # the hub mixin's own searches the arguments for a JSON configuration
         return object.__new__(cls)
 
     def __init__(self, factors: Mapping[str, Any], provenance: Mapping[str, Any] | None = None):
@@ -429,9 +425,7 @@ class FactorSet(OnHub, _SetBase):
             raise ValueError(f"both sets hold factors for {', '.join(sorted(twice))}; drop one of them first")
         provenance = {**other.provenance, **self.provenance}
         # What enters a site of one set may pass the other's: neither probe holds for both together.
-        return _set_of(
-            {**self._factors, **other._factors}, {k: v for k, v in provenance.items() if not k.startswith("probe_")}
-        )
+        return _set_of({**self._factors, **other._factors}, {k: v for k, v in provenance.items() if not k.startswith("probe_")})
 
     def transport(self, model: Any) -> "FactorSet":
         """The set for a host with the same weights under another processing (fold_ln, centring, folded value biases).
@@ -448,13 +442,7 @@ class FactorSet(OnHub, _SetBase):
         return FactorSet(moved, self.provenance)
 
     def writers(
-        self,
-        direction: Any,
-        model: Any = None,
-        *,
-        n: int | None = 20,
-        by: str = "cosine",
-        tokens_as: str = "unembedding",
+        self, direction: Any, model: Any = None, *, n: int | None = 20, by: str = "cosine", tokens_as: str = "unembedding"
     ) -> pd.DataFrame:
         """The units that write a direction to the residual stream, those that write most of it first.
 

@@ -32,11 +32,7 @@ _NO_CODERS = (
 )
 _BASE = {"W_enc", "W_dec", "b_dec"}
 # SAELens before 6 kept these beside the rest of its cfg.
-_OLD_NAMES = {
-    "hook_point": "hook_name",
-    "hook_point_head_index": "hook_head_index",
-    "activation_fn_str": "activation_fn",
-}
+_OLD_NAMES = {"hook_point": "hook_name", "hook_point_head_index": "hook_head_index", "activation_fn_str": "activation_fn"}
 
 
 @with_torch_defaults
@@ -79,9 +75,7 @@ def load_coders(path: str | Path, *, layers: Iterable[int] | None = None) -> dic
             continue
         ((site, of_site),) = from_saelens(coder).items()
         if site in units:
-            raise UnitSourceError(
-                f"{source} and {units[site].provenance['path']} both stand at {site}; load them one at a time"
-            )
+            raise UnitSourceError(f"{source} and {units[site].provenance['path']} both stand at {site}; load them one at a time")
         provenance = {**of_site.provenance, "source": coder.architecture, "path": str(source)}
         units[site] = replace(of_site, name=f"{coder.architecture} of {source.name}", provenance=provenance)
     return dict(sorted(units.items(), key=lambda item: int(item[0].split(".")[1])))
@@ -97,10 +91,7 @@ def _saelens(folder: Path, layers: set[int] | None) -> LoadedCoder | None:
         cfg = dict(json.loads(path.read_text(encoding="utf-8")))
     cfg = {_OLD_NAMES.get(name, name): value for name, value in cfg.items()}
     metadata = dict(cfg.get("metadata") or cfg)  # before sae-lens 6 they were one
-    if (
-        layers is not None
-        and not {int(n) for n in re.findall(r"blocks\.(\d+)\.", str(metadata.get("hook_name")))} & layers
-    ):
+    if layers is not None and not {int(n) for n in re.findall(r"blocks\.(\d+)\.", str(metadata.get("hook_name")))} & layers:
         return None
     architecture, k = cfg.get("architecture", "standard"), cfg.get("k")
     if cfg.get("activation_fn") == "topk":
@@ -190,9 +181,7 @@ def _layer_files(folder: Path, listed: Any) -> dict[int, Path]:
     files: dict[int, Path] = {}
     for number, entry in enumerate(listed):
         # A list of addresses, or (before 0.2) of mappings that name them.
-        layer, address = (
-            (entry.get("layer", number), entry.get("filepath")) if isinstance(entry, Mapping) else (number, entry)
-        )
+        layer, address = (entry.get("layer", number), entry.get("filepath")) if isinstance(entry, Mapping) else (number, entry)
         own = folder / f"layer_{layer}.safetensors"
         if str(address).startswith("hf://") and not own.is_file():
             raise UnitSourceError(
@@ -211,9 +200,7 @@ def _tensors(path: Path, dtype: str | None) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no {legible(path)}")
     if path.suffix != ".safetensors":
-        raise UnitSourceError(
-            f"{path}: {path.suffix} cannot be computed here exactly as where it was made; known: .safetensors"
-        )
+        raise UnitSourceError(f"{path}: {path.suffix} cannot be computed here exactly as where it was made; known: .safetensors")
     file = open_tensors(path, "weights of a coder", UnitSourceError)
     with readable(path, "weights of a coder", UnitSourceError):
         as_type = None if dtype is None else getattr(torch, dtype.removeprefix("torch."))
@@ -221,12 +208,7 @@ def _tensors(path: Path, dtype: str | None) -> dict[str, Tensor]:
 
 
 def _coder(
-    path: Path,
-    architecture: str,
-    cfg: SimpleNamespace,
-    weights: dict[str, Tensor],
-    sizes: Mapping[str, Any],
-    transcodes: bool,
+    path: Path, architecture: str, cfg: SimpleNamespace, weights: dict[str, Tensor], sizes: Mapping[str, Any], transcodes: bool
 ) -> LoadedCoder:
     """A coder of weights that fit each other, and the sizes that its configuration names."""
     expected = _BASE | set(ARCHITECTURES[architecture])

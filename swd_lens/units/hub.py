@@ -129,9 +129,7 @@ class OnHub(ModelHubMixin, library_name="swd_lens", tags=["interpretability", "s
             ) from cause
         files = sorted({INDEX} | {entry["file"] for entry in entries_in(index.parent).values()})
         # index lies in snapshots/<commit>: the same commit again, not the branch, which may have moved on.
-        folder = snapshot_download(
-            name, revision=index.parent.name, allow_patterns=files, force_download=force_download, **where
-        )
+        folder = snapshot_download(name, revision=index.parent.name, allow_patterns=files, force_download=force_download, **where)
         return cls.load(folder)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _save_pretrained(self: Any, save_directory: Path) -> None:

@@ -145,9 +145,7 @@ def _opened(folder: Path, described: Mapping[str, Any]) -> tuple[dict[str, Any],
     for site, entry in described["sites"].items():
         file = folder / entry["file"]
         if not file.is_file():
-            raise FactorFileError(
-                f"{file}, the factors of {site}, is missing; copy the folder again, or factorize again"
-            )
+            raise FactorFileError(f"{file}, the factors of {site}, is missing; copy the folder again, or factorize again")
         if sha256(file) != entry["sha256"]:
             raise FactorFileError(
                 f"{file} is not the file that {INDEX} was written with (cut short, damaged or exchanged); "
@@ -187,9 +185,7 @@ def _parse(folder: Path) -> dict[str, Any]:
     described = unseal(described, path, WHAT, FactorFileError)
     for key in ("provenance", "sites"):
         if not isinstance(described.get(key), dict):
-            raise FactorFileError(
-                f"{path} is damaged: it has no {quoted(key)}; copy the folder again, or factorize again"
-            )
+            raise FactorFileError(f"{path} is damaged: it has no {quoted(key)}; copy the folder again, or factorize again")
     for site, entry in described["sites"].items():
         for key, kind in _ENTRY.items():
             value = entry.get(key) if isinstance(entry, dict) else None

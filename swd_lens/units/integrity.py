@@ -104,9 +104,7 @@ class Probe:
         y = y if offsets is None else y + offsets.out.detach().cpu().double()
         for what, values in (("z of unit", z), ("y of output", y)):
             if not bool(values.isfinite().all()):
-                raise ValueError(
-                    f"the probe's {what} {int((~values.isfinite()).nonzero()[0])} is not finite; give another input"
-                )
+                raise ValueError(f"the probe's {what} {int((~values.isfinite()).nonzero()[0])} is not finite; give another input")
         units, outputs = (v.abs().argsort(descending=True, stable=True)[:k] for v in (z, y))
         return cls(h.clone(), units, z[units].float(), outputs, y[outputs].float())
 
@@ -128,9 +126,7 @@ class Probe:
         of_y = _relative(self._y(z, write, offsets), self.y, max(float(terms.max()), float(self.y.abs().max())))
         return ("z", of_z) if of_z >= of_y else ("y", of_y)
 
-    def _y(
-        self, z: Float[Tensor, " unit"], write: Float[Tensor, "unit d_out"], offsets: Offsets | None
-    ) -> Float[Tensor, " m"]:
+    def _y(self, z: Float[Tensor, " unit"], write: Float[Tensor, "unit d_out"], offsets: Offsets | None) -> Float[Tensor, " m"]:
         """(m,) float64 on the CPU: the probe's outputs when this is z."""
         y = z.cpu().double() @ write.detach()[:, self.outputs.to(write.device)].cpu().double()
         return y if offsets is None else y + offsets.out.detach().cpu().double()[self.outputs]
@@ -249,9 +245,7 @@ def from_tensors(named: Mapping[str, Tensor], d_in: int, units: int, d_out: int)
             for which, values, size in (("units", "z", units), ("outputs", "y", d_out)):
                 indices, n_values = named[f"probe.{which}"], len(named[f"probe.{values}"])
                 if len(indices) != n_values or not n_values:
-                    raise ValueError(
-                        f"probe.{which} has {len(indices)} indices for {n_values} values of probe.{values}"
-                    )
+                    raise ValueError(f"probe.{which} has {len(indices)} indices for {n_values} values of probe.{values}")
                 if outside := [index for index in indices.tolist() if not 0 <= index < size]:
                     raise ValueError(f"probe.{which} names number {outside[0]}; the factors have {size}")
         parts[part] = kind(**{key: named.get(name) for key, name in names.items()})
@@ -261,13 +255,9 @@ def from_tensors(named: Mapping[str, Tensor], d_in: int, units: int, d_out: int)
 def _check(name: str, tensor: Tensor, sizes: Mapping[str, int]) -> None:
     wanted = torch.int64 if name in _INDICES else torch.float32
     if tensor.ndim != 1 or tensor.dtype != wanted:
-        raise ValueError(
-            f"{legible(name)} is {tensor.dtype} of shape {tuple(tensor.shape)}; it should be a vector of {wanted}"
-        )
+        raise ValueError(f"{legible(name)} is {tensor.dtype} of shape {tuple(tensor.shape)}; it should be a vector of {wanted}")
     if name in _LENGTHS and len(tensor) != sizes[_LENGTHS[name]]:
-        raise ValueError(
-            f"{legible(name)} has {len(tensor)} values, the factors' {_LENGTHS[name]} is {sizes[_LENGTHS[name]]}"
-        )
+        raise ValueError(f"{legible(name)} has {len(tensor)} values, the factors' {_LENGTHS[name]} is {sizes[_LENGTHS[name]]}")
     if not bool(tensor.isfinite().all()):
         index = int((~tensor.isfinite()).nonzero()[0])
         raise ValueError(f"{legible(name)}[{index}] is {tensor[index].item()}")

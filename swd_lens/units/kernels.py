@@ -124,9 +124,7 @@ class _SparseProduct(torch.autograd.Function):
     """h @ factor + bias by the nonzeros; differentiable in h and bias, as often as one likes, in both modes."""
 
     @staticmethod
-    def forward(
-        h: Tensor, bias: Tensor | None, factor: Tensor, pointers: Tensor, indices: Tensor, values: Tensor
-    ) -> Tensor:
+    def forward(h: Tensor, bias: Tensor | None, factor: Tensor, pointers: Tensor, indices: Tensor, values: Tensor) -> Tensor:
         rows, columns = factor.shape
         transpose = torch.sparse_csr_tensor(pointers, indices, values, (columns, rows), check_invariants=False)
         flat = h.reshape(-1, rows)
@@ -148,11 +146,7 @@ class _SparseProduct(torch.autograd.Function):
         (factor,) = ctx.saved_tensors
         of_h, of_bias = ctx.needs_input_grad[:2]
         flat = grad.reshape(-1, grad.shape[-1])
-        return (
-            _dense(grad, factor.T, None) if of_h else None,
-            flat.sum(0) if of_bias else None,
-            *(None,) * 4,
-        )
+        return (_dense(grad, factor.T, None) if of_h else None, flat.sum(0) if of_bias else None, *(None,) * 4)
 
     @staticmethod
     def jvp(ctx: Any, of_h: Tensor | None, of_bias: Tensor | None, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

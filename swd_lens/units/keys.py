@@ -51,8 +51,7 @@ def sites_of_key(key: Any, available: Mapping[str, tuple[int, int]]) -> list[str
             patterns.append(_without_hook(name) if isinstance(name, str) else name)
     if not all(isinstance(pattern, str) for pattern in patterns) or not patterns:
         raise KeyError(
-            f'{quoted(key)} is no key of a FactorSet; give "blocks.2.mlp_out", ("mlp_out", 2), a glob or a list of '
-            "such names"
+            f'{quoted(key)} is no key of a FactorSet; give "blocks.2.mlp_out", ("mlp_out", 2), a glob or a list of such names'
         )
     try:
         return [site.name for site in select_sites(sites, patterns)]
@@ -159,9 +158,7 @@ def _known_site(name: str, sites: Collection[str]) -> str | None:
     if name in sites and is_site_name(name):  # a FactorSet holds its matrices' other names, too
         return name
     named = [Site(*split_name(site), 1, 1) for site in sites if is_site_name(site)]
-    fitting = (
-        [site.name for site in named if matches(site, _without_hook(name))] if names_one(name) or name in KINDS else []
-    )
+    fitting = [site.name for site in named if matches(site, _without_hook(name))] if names_one(name) or name in KINDS else []
     return fitting[0] if len(fitting) == 1 else None
 
 

@@ -107,8 +107,7 @@ def same_input(host: Host, site: Site, origin: Origin | None) -> bool:
         if recorded is None and present is None:
             continue
         a, b = (
-            torch.full((site.d_in,), neutral, dtype=torch.float32) if t is None else t.float().cpu()
-            for t in (recorded, present)
+            torch.full((site.d_in,), neutral, dtype=torch.float32) if t is None else t.float().cpu() for t in (recorded, present)
         )
         tolerance = 1e-4 if dtype_of(host) in ("float32", "float64") else 2e-2
         if float((a - b).abs().max()) > tolerance * max(float(a.abs().max()), 1e-6):
@@ -280,9 +279,7 @@ def _or_zeros(vector: Tensor | None, length: int) -> Float[Tensor, " length"]:
     return torch.zeros(length, dtype=torch.float64) if vector is None else vector.double()
 
 
-def _moved_probe(
-    f: Any, ratio: Float[Tensor, " d_in"], constant: Float[Tensor, " d_in"], offsets: Offsets
-) -> Probe | None:
+def _moved_probe(f: Any, ratio: Float[Tensor, " d_in"], constant: Float[Tensor, " d_in"], offsets: Offsets) -> Probe | None:
     """Expect the same z from the input that the new host has, and y with the new offsets; None: a scale of 0 hid part of it."""
     probe: Probe | None = f.probe
     if probe is None or bool((ratio == 0).any()):

@@ -130,9 +130,7 @@ class Projection(nn.Module):
         return dense(h)
 
     @abstractmethod
-    def local(
-        self, h: Float[Tensor, "*batch d_in"], dense: Callable[[Tensor], Tensor]
-    ) -> Float[Tensor, "*batch d_out"]:
+    def local(self, h: Float[Tensor, "*batch d_in"], dense: Callable[[Tensor], Tensor]) -> Float[Tensor, "*batch d_out"]:
         """Compute the units' own output for this input, also while `bypassed`; no hook sees z.
 
         Args:
@@ -241,9 +239,7 @@ class CoderProjection(Projection):
         self.require_unedited()
         return self.units.run(h, dense, self.show)
 
-    def local(
-        self, h: Float[Tensor, "*batch d_in"], dense: Callable[[Tensor], Tensor]
-    ) -> Float[Tensor, "*batch d_out"]:
+    def local(self, h: Float[Tensor, "*batch d_in"], dense: Callable[[Tensor], Tensor]) -> Float[Tensor, "*batch d_out"]:
         return self.units.run(h, dense)
 
 

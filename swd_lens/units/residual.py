@@ -32,10 +32,7 @@ def stack_unit_results(
     incl_remainder: bool = False,
     pos_slice: Any = None,
     apply_ln: bool = False,
-) -> (
-    Float[Tensor, "component *batch_and_pos d_model"]
-    | tuple[Float[Tensor, "component *batch_and_pos d_model"], list[str]]
-):
+) -> Float[Tensor, "component *batch_and_pos d_model"] | tuple[Float[Tensor, "component *batch_and_pos d_model"], list[str]]:
     """Stack the vectors z_i(t) B_i that units add to the residual stream, as `ActivationCache.stack_head_results` stacks heads.
 
         with swd.attach(model, factors):
@@ -128,8 +125,7 @@ def _results(cache: Any, of: UnitSet, site: str, indices: list[int], positions: 
     z = cache.cache_dict[name]
     if z.shape[-1] != of[site].n_units:
         raise ValueError(
-            f"the cache has {z.shape[-1]} units at {site}, these factors {of[site].n_units}; give the factors that were "
-            "attached"
+            f"the cache has {z.shape[-1]} units at {site}, these factors {of[site].n_units}; give the factors that were attached"
         )
     write = of.write_vectors(site)
     assert write is not None
@@ -142,8 +138,7 @@ def _results(cache: Any, of: UnitSet, site: str, indices: list[int], positions: 
     name = norm.hook_scale.name
     if name not in cache.cache_dict:
         raise UnitSourceError(
-            f"{site} writes to the residual stream through a norm, and the cache has no {name}, the norm's scales in that "
-            "run"
+            f"{site} writes to the residual stream through a norm, and the cache has no {name}, the norm's scales in that run"
         )
     inverse = 1 / positions.apply(cache.cache_dict[name].float(), dim=-2)[..., 0]
     held = HeldNorm(facts_of(of.host.model).norm == "layer", of.host.norm_affine(norm).scale, inverse)

@@ -43,14 +43,7 @@ _HOOK = re.compile(r"^blocks\.(\d+)\.(.+)$")
 # others ("expected_average_only_in", "covariance_whitening") the weights are wrong until the norm is folded into them.
 _NORMS_AT_RUN_TIME = ("none", "layer_norm", "constant_norm_rescale", "constant_scalar_rescale")
 # Metadata worth keeping: what the SAE was trained on, and how that model was loaded.
-_KEPT = (
-    "model_name",
-    "model_from_pretrained_kwargs",
-    "hf_hook_name",
-    "hf_hook_name_out",
-    "sae_lens_version",
-    "prepend_bos",
-)
+_KEPT = ("model_name", "model_from_pretrained_kwargs", "hf_hook_name", "hf_hook_name_out", "sae_lens_version", "prepend_bos")
 
 
 def from_saelens(sae: Any) -> dict[str, CoderUnits]:
@@ -211,9 +204,7 @@ def _prove(sae: Any, units: CoderUnits) -> None:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(1, 3, units.d_read, generator=draw, dtype=torch.float32).to(device=device, dtype=dtype)
     # The last position as it is, among positions that drown it, and among positions that it drowns.
-    loud, quiet = (
-        x * torch.tensor([scale, scale, 1.0], device=device, dtype=dtype)[:, None] for scale in (100.0, 0.01)
-    )
+    loud, quiet = (x * torch.tensor([scale, scale, 1.0], device=device, dtype=dtype)[:, None] for scale in (100.0, 0.01))
     with torch.no_grad():
         # In this order: with a norm at run time a decode belongs to the encode before it.
         among_loud, among_quiet = (tried(f"{units.name}.encode", sae.encode, others)[:, -1] for others in (loud, quiet))

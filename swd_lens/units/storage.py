@@ -105,9 +105,7 @@ class StoredSite:
             for part in ("read", "write"):
                 (index,), (value,) = (file.get_slice(f"{part}.{what}").get_shape() for what in ("index", "value"))
                 if index != value:
-                    raise FactorFileError(
-                        f"{self.path}: {part} has {index} indices for {value} values; factorize again"
-                    )
+                    raise FactorFileError(f"{self.path}: {part} has {index} indices for {value} values; factorize again")
                 self._nonzeros += index
 
     def __getstate__(self) -> dict[str, Any]:
@@ -198,10 +196,7 @@ class _Unmapped:
 
 
 def _difference(
-    probe: Probe | None,
-    read: Float[Tensor, "d_in unit"],
-    write: Float[Tensor, "unit d_out"],
-    offsets: Offsets | None,
+    probe: Probe | None, read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"], offsets: Offsets | None
 ) -> str:
     """Expected and computed z and y of every unit and output of the probe; "" where they agree (or there is no probe)."""
     if probe is None or probe.error(read, write, offsets) <= PROBE_TOLERANCE:

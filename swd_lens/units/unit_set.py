@@ -149,13 +149,9 @@ class UnitSet(Mapping[str, Units]):
                 vectors, spans = writes, ends.written(site.name, site.d_out)
             if vectors is None or len(spans) < 2 or vectors.shape[1] != sum(span.size for span in spans):
                 continue
-            energy = torch.stack(
-                [part.square().sum(1) for part in vectors.detach().double().split(spans[0].size, 1)], 1
-            )
+            energy = torch.stack([part.square().sum(1) for part in vectors.detach().double().split(spans[0].size, 1)], 1)
             share = (energy / energy.sum(1, keepdim=True).clamp_min(1e-300)).max(1)
-            names = [
-                f"L{site.layer}H{head} {part}".strip() for part, _, head in (s.name.rpartition("head ") for s in spans)
-            ]
+            names = [f"L{site.layer}H{head} {part}".strip() for part, _, head in (s.name.rpartition("head ") for s in spans)]
             heads[site.name] = [
                 (names[i] if of_unit > 0 else "", of_unit)
                 for i, of_unit in zip(share.indices.tolist(), share.values.tolist(), strict=True)
@@ -277,9 +273,7 @@ def as_units(source: Any, site: Site) -> Units:
 def _of_site(units: CoderUnits, site: Site) -> CoderUnits:
     made_for = units.provenance.get("site", site.name)
     if made_for != site.name:
-        raise UnitSourceError(
-            f"{units.name} makes units of {made_for}, not of {site.name}; attach it under {quoted(made_for)}"
-        )
+        raise UnitSourceError(f"{units.name} makes units of {made_for}, not of {site.name}; attach it under {quoted(made_for)}")
     whole = replace(units, d_in=units.d_in or site.d_in, d_out=units.d_out or site.d_out)
     if (whole.d_in, whole.d_out) != (site.d_in, site.d_out):
         raise UnitSourceError(

@@ -120,19 +120,10 @@ def opened(export: Path, query: str, folder: Path, picture: Path | None = None) 
 
 
 def _chromium(folder: Path, options: list[str], address: str) -> subprocess.CompletedProcess[str]:
-    quiet = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--enable-logging=stderr",
-    ]
+    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--enable-logging=stderr"]
     quiet += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
     quiet += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={folder / 'profile'}"]
-    return subprocess.run(
-        [CHROMIUM or "", *quiet, *options, address], capture_output=True, text=True, timeout=150, check=True
-    )
+    return subprocess.run([CHROMIUM or "", *quiet, *options, address], capture_output=True, text=True, timeout=150, check=True)
 
 
 def _fetch() -> None:

@@ -138,9 +138,7 @@ def shown_values(model: Any, factors: Any, graph: Any, hooks: list[Any]) -> torc
     """z of the graph's units and its answers' centred logits, in one run with these hooks."""
     z: dict[str, torch.Tensor] = {}
     with torch.no_grad(), swd.attach(model, factors) as attachment:
-        keep = [
-            (s.hook_name, lambda value, hook, name=s.name: z.update({name: value[0].clone()})) for s in attachment.sites
-        ]
+        keep = [(s.hook_name, lambda value, hook, name=s.name: z.update({name: value[0].clone()})) for s in attachment.sites]
         with model.hooks(fwd_hooks=[*hooks, *keep]):
             logits = host_of(model).run(torch.tensor([TOKENS]))[0, -1]
     rows = graph.nodes.to_dict("records")

@@ -27,9 +27,7 @@ def large_graph(n_units: int = 380, n_edges: int = 4_000) -> UnitGraph:
     units = set()
     while len(units) < n_units:
         position = generator.choice([POSITIONS - 1] * 5 + list(range(POSITIONS)))
-        units.add(
-            (generator.randrange(LAYERS), generator.choice(("attn_o", "mlp_out")), position, generator.randrange(600))
-        )
+        units.add((generator.randrange(LAYERS), generator.choice(("attn_o", "mlp_out")), position, generator.randrange(600)))
     for layer, kind, position, unit in sorted(units):
         site = f"blocks.{layer}.{kind}"
         rows.append(
@@ -88,11 +86,7 @@ class Paths:
         position = dict(zip(graph.nodes["node"], graph.nodes["position"], strict=True))
         heads, scores = [], []
         for row in graph.edges[graph.edges["kind"] == "attention"].itertuples():
-            place = {
-                "layer": int(str(row.target).split(".")[1]),
-                "dest": position[row.target],
-                "src": position[row.source],
-            }
+            place = {"layer": int(str(row.target).split(".")[1]), "dest": position[row.target], "src": position[row.source]}
             for head, share in ((0, 0.75), (1, 0.25)):
                 where = {**place, "head": head}
                 heads.append(
@@ -127,7 +121,5 @@ def small_graph() -> tuple[Any, Any, Any]:
     return (
         model,
         factors,
-        unit_graph(
-            model, factors, all_units(factors), prompt=TOKENS, attention="frozen", answers=3, keep=None, isolated=True
-        ),
+        unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", answers=3, keep=None, isolated=True),
     )

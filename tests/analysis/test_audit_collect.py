@@ -127,9 +127,7 @@ def test_scores_of_other_factors_are_refused(model, factors):
 def test_units_that_no_hook_sees_are_an_error(model, monkeypatch):
     kind = type(host_of(model))
     run = kind.run_blocks
-    monkeypatch.setattr(
-        kind, "run_blocks", lambda self, rows, stop: (self.model.reset_hooks(), run(self, rows, stop))[1]
-    )
+    monkeypatch.setattr(kind, "run_blocks", lambda self, rows, stop: (self.model.reset_hooks(), run(self, rows, stop))[1])
     with pytest.raises(swd.UnsupportedHostError, match=r"never showed the units of blocks\.1\.mlp_out"):
         top_contexts(model, baselines.svd(model, "mlp_out"), [("blocks.1.mlp_out", 0)], random_tokens(3, 8))
 

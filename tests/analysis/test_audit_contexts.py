@@ -65,9 +65,7 @@ def test_fewer_rows_than_contexts_and_windows_wider_than_rows(model, factors):
 def test_a_text_of_few_rows_fills_the_list_from_each(model, factors, per_row, batch_size):
     # The paper's dashboard is 2,048 tokens, 20 contexts per unit: two rows of 1,024.
     tokens = random_tokens(3, 9, seed=5)
-    found = audit(
-        model, factors, tokens, n=8, before=2, after=1, per_row=per_row, batch_size=batch_size, progress=False
-    )
+    found = audit(model, factors, tokens, n=8, before=2, after=1, per_row=per_row, batch_size=batch_size, progress=False)
     assert found.settings["contexts_per_row"] == (per_row or 3)
     z = activations(model, factors, tokens)
     for profile in found.profiles():
@@ -82,9 +80,7 @@ def test_a_text_of_few_rows_fills_the_list_from_each(model, factors, per_row, ba
             expected = [pytest.approx(float(z[profile.site][row, pos, profile.index]), abs=1e-5) for row, pos in places]
             assert [context.z[context.peak] for context in profile.contexts] == expected
     units = [("blocks.1.mlp_out", 4)]
-    assert len(top_contexts(model, factors, units, tokens, n=8, per_row=per_row)[units[0]]) == min(
-        8, 3 * (per_row or 3)
-    )
+    assert len(top_contexts(model, factors, units, tokens, n=8, per_row=per_row)[units[0]]) == min(8, 3 * (per_row or 3))
 
 
 def test_of_equal_peaks_the_earlier_row_stays_ahead():

@@ -61,10 +61,7 @@ def test_an_export_may_be_filled_in_by_any_tool_and_not_changed(found, tmp_path)
     path = found.export(tmp_path / "units.jsonl", units=[f"{SITE}/3"])
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     # JavaScript knows one kind of number; keys come in any order; some editors put a mark in front of a file.
-    other = {k: v for k, v in reversed(lines[0].items())} | {
-        "label": "years",
-        "statistics": dict(lines[0]["statistics"]),
-    }
+    other = {k: v for k, v in reversed(lines[0].items())} | {"label": "years", "statistics": dict(lines[0]["statistics"])}
     other["statistics"] |= {name: int(v) for name, v in other["statistics"].items() if float(v).is_integer()}
     path.write_text("\ufeff" + json.dumps(other), encoding="utf-8")
     with warnings.catch_warnings():
@@ -84,15 +81,11 @@ def test_labels_of_a_labelled_export_are_covered(found, tmp_path):
 
 
 def test_a_missing_line_of_an_export_and_an_emptied_file_are_noticed(found, tmp_path):
-    path = found.with_labels({f"{SITE}/3": "years"}).export(
-        tmp_path / "units.jsonl", units=[f"{SITE}/{i}" for i in (2, 3, 4)]
-    )
+    path = found.with_labels({f"{SITE}/3": "years"}).export(tmp_path / "units.jsonl", units=[f"{SITE}/{i}" for i in (2, 3, 4)])
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     for kept in (lines[:2], lines[1:], [lines[0], lines[2]]):
         path.write_text("".join(kept), encoding="utf-8")
-        with pytest.raises(
-            ValueError, match=r"units\.jsonl holds 2 of the 3 lines that were written; line \d is the first"
-        ):
+        with pytest.raises(ValueError, match=r"units\.jsonl holds 2 of the 3 lines that were written; line \d is the first"):
             UnitLabels.load(path)
     unsealed = [json.dumps({k: v for k, v in json.loads(line).items() if k != "sha256"}) for line in lines[:2]]
     path.write_text("\n".join(unsealed), encoding="utf-8")
@@ -123,9 +116,7 @@ def test_a_saved_file_is_covered_and_lines_may_be_added(found, tmp_path):
             UnitLabels.load(path)
 
 
-@pytest.mark.parametrize(
-    "text", [b"\xff\xfe", b"[" * 100_000, b'{"labels": -1, "sha256": 3}', b'{"unit": ' + b"9" * 5000]
-)
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"[" * 100_000, b'{"labels": -1, "sha256": 3}', b'{"unit": ' + b"9" * 5000])
 def test_damaged_files_are_one_kind_of_error(tmp_path, text):
     (tmp_path / "labels.jsonl").write_bytes(text)
     with pytest.raises(ValueError, match=r"labels\.jsonl"):

@@ -69,8 +69,6 @@ def test_a_direct_effect_is_that_of_transformers_own_model(name, kind):
     network = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     network.config.final_logit_softcapping = None  # Gemma 2 caps the logits that this is the effect on
     expected = mean_effect(network, NAMES.get(name, LLAMA)[kind], write)
-    assert [value for _, value in effect.promoted] == pytest.approx(
-        sorted(expected.tolist(), reverse=True), rel=1e-3, abs=1e-4
-    )
+    assert [value for _, value in effect.promoted] == pytest.approx(sorted(expected.tolist(), reverse=True), rel=1e-3, abs=1e-4)
     best = int(expected.argmax())
     assert effect.promoted[0][0] == model.tokenizer.decode([best])

@@ -35,9 +35,7 @@ def test_a_unit_is_asked_for_by_name_pair_row_and_number(model, factors, found):
         found.unit(5)
     one_site = audit(model, factors, random_tokens(9, 8), units="blocks.1.*mlp_out", progress=False)
     assert one_site.unit(5).unit == one_site.unit("mlp_out/5").unit == "blocks.1.mlp_out/5"
-    two = audit(
-        model, factors, random_tokens(9, 8), units=[("blocks.1.mlp_out", 5), "blocks.0.attn_o/3"], progress=False
-    )
+    two = audit(model, factors, random_tokens(9, 8), units=[("blocks.1.mlp_out", 5), "blocks.0.attn_o/3"], progress=False)
     assert two.units == ["blocks.0.attn_o/3", "blocks.1.mlp_out/5"]
     assert len(list(two.profiles(found.table().head(0)))) == 0
     assert two.with_labels({("blocks.1.mlp_out", 5): "a word"}).labels.text("blocks.1.mlp_out/5") == "a word"

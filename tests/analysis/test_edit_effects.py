@@ -56,8 +56,7 @@ def test_text_may_be_a_stream_and_batches_do_not_matter(model, factors):
     edit = edit_unit(model, factors, "blocks.0.mlp_out/1", PROMPT, 3, 5, 2)
     stream = swd.TokenStream(lambda: iter(TEXT), n_rows=7)
     found = [
-        side_effects(model, edit, tokens=tokens, batch_size=size).kl_text
-        for tokens, size in ((TEXT, 7), (TEXT, 2), (stream, 3))
+        side_effects(model, edit, tokens=tokens, batch_size=size).kl_text for tokens, size in ((TEXT, 7), (TEXT, 2), (stream, 3))
     ]
     assert found[0] > 0 and found[1:] == pytest.approx([found[0]] * 2, rel=1e-5)
     assert side_effects(model, edit, OTHERS).kl_text is None

@@ -83,9 +83,7 @@ def test_what_the_site_writes_moves_along_d_by_the_requested_shift(model, factor
         after = output_at_the_end(model, name)
     assert edit.local_shift == pytest.approx(shift, rel=1e-6)
     # y is float32 of this size.
-    assert float((after - before) @ target.direction.double()) == pytest.approx(
-        shift, abs=2e-6 * float(before.abs().sum())
-    )
+    assert float((after - before) @ target.direction.double()) == pytest.approx(shift, abs=2e-6 * float(before.abs().sum()))
     assert edit.delta.rank == 1 and edit.shift == shift
 
 
@@ -138,10 +136,7 @@ def test_the_random_unit_is_neither_silent_nor_extreme(model, factors):
         ({"shift": float("nan")}, "shift must be a finite number .* got nan"),
         ({"unit": "blocks.0.mlp_out/32"}, r"blocks\.0\.mlp_out has 16 units, 0 to 15"),
         ({"unit": "blocks.0.mlp_out"}, "is not a unit name"),
-        (
-            {"unit": "blocks.0.mlp_in/0"},
-            r"blocks\.0\.mlp_in does not write to the residual stream; an edit takes units",
-        ),
+        ({"unit": "blocks.0.mlp_in/0"}, r"blocks\.0\.mlp_in does not write to the residual stream; an edit takes units"),
         ({"unit": "blocks.5.mlp_out/0"}, r"these factors hold blocks\.0\.attn_o, .* not blocks\.5\.mlp_out"),
         ({"answer": 20}, "an answer 20 is no token of this host; ids go from 0 to 19"),
         ({"foil": 3}, "the same unembedding"),
@@ -165,9 +160,7 @@ def test_silent_and_invalid_units_are_refused(model, factors):
     changed = {"blocks.0.mlp_out": replace(f, read=read, write=write)}
     with pytest.raises(EditError, match=r"unit blocks\.0\.mlp_out/1 is silent on .*: z = "):
         edit_unit(model, changed, "blocks.0.mlp_out/1", PROMPT, 3, 5, 1)
-    with pytest.raises(
-        EditError, match=r"unit blocks\.0\.mlp_out/2 is not valid: its read or its write vector is empty"
-    ):
+    with pytest.raises(EditError, match=r"unit blocks\.0\.mlp_out/2 is not valid: its read or its write vector is empty"):
         edit_unit(model, changed, "blocks.0.mlp_out/2", PROMPT, 3, 5, 1)
 
 
@@ -219,10 +212,7 @@ def test_a_unit_is_edited_by_any_of_its_names(model, factors):
     ("changes", "message"),
     [
         ({}, "there are no units to change"),
-        (
-            {"blocks.0.mlp_out/5": ("double", 2)},
-            r'a change is \("scale", factor\), \("clamp", value\) or \("add", value\), got',
-        ),
+        ({"blocks.0.mlp_out/5": ("double", 2)}, r'a change is \("scale", factor\), \("clamp", value\) or \("add", value\), got'),
         ({"blocks.0.mlp_out/5": ("scale", float("inf"))}, "the value of 'scale' must be a finite number"),
         ({"blocks.0.mlp_out/99": ("scale", 2)}, "has 16 units, 0 to 15"),
         ({"blocks.7.mlp_out/0": ("scale", 2)}, r"not blocks\.7\.mlp_out"),

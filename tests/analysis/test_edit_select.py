@@ -56,9 +56,7 @@ def test_selection_with_scores_and_text(model, factors):
         assert row["rms z"] == pytest.approx(float(z.square().mean().sqrt()), rel=1e-4)
         importance = float(scores.scores[site][index]) / max(float(s.max()) for s in scores.scores.values())
         importance = (importance + 1 - (int(scores.ranks()[site][index]) - 1) / 32) / 2
-        wanted = (
-            row["strength"] * importance * (row["z"] / row["rms z"]) ** 2 / ((rows["z"] / rows["rms z"]) ** 2).max()
-        )
+        wanted = row["strength"] * importance * (row["z"] / row["rms z"]) ** 2 / ((rows["z"] / rows["rms z"]) ** 2).max()
         assert row["selection"] == pytest.approx(wanted, rel=1e-5)
     assert rows["selection"].is_monotonic_decreasing
     edit = edit_unit(model, surface, **found.best, shift=1)
@@ -87,9 +85,7 @@ def test_scores_below_zero_count_for_nothing(model, factors):
 def test_scores_of_other_factors_are_refused(model, factors):
     other = FactorSet({name: replace(f, read=f.read * 2, write=f.write / 2) for name, f in factors.items()})
     scores = swd.attribute(model, other, random_split())
-    with pytest.raises(
-        EditError, match=r"the scores were made with other factors of blocks\.0\.attn_o, .* attribute these"
-    ):
+    with pytest.raises(EditError, match=r"the scores were made with other factors of blocks\.0\.attn_o, .* attribute these"):
         select_edit_unit(model, factors, [(PROMPT, 3, 5)], scores=scores)
 
 

@@ -67,10 +67,7 @@ def test_it_is_the_mean_of_the_graphs_of_its_prompts(name, attention):
         assert (mean - units[column]).abs().max() <= 1e-5 * mean.abs().max()
     mine = graph.edges.set_index(["source", "target"])
     inner = mine[~mine.index.get_level_values("target").str.startswith("margin")]
-    tables = [
-        single.edges.set_index(["source", "target"])["contribution"].reindex(inner.index).fillna(0)
-        for single in singles
-    ]
+    tables = [single.edges.set_index(["source", "target"])["contribution"].reindex(inner.index).fillna(0) for single in singles]
     each = pd.DataFrame({i: contributions for i, contributions in enumerate(tables)})
     assert (each.mean(axis=1) - inner["contribution"]).abs().max() <= 1e-5 * each.abs().max().max()
     share = each.var(axis=1, ddof=0) / each.pow(2).mean(axis=1)
@@ -104,9 +101,7 @@ def test_edges_and_rest_add_up_to_the_mean_margin(name):
             into = graph.edges[graph.edges["target"] == node]["contribution"].sum()
             assert into + nodes.loc[node, "rest"] == pytest.approx(nodes.loc[node, "activation"], abs=1e-4)
     # Of a pair of names the margin's edges are the difference of the answers' edges.
-    both = {
-        t: task_graph(model, factors, all_units(factors), task, top=t, keep=None).edges for t in ("margin", "answers")
-    }
+    both = {t: task_graph(model, factors, all_units(factors), task, top=t, keep=None).edges for t in ("margin", "answers")}
     into = {
         name: edges[edges["target"] == name].set_index("source")["weight"]
         for edges in both.values()

@@ -72,9 +72,7 @@ def check_scores(model, factors, paths):
 @pytest.mark.parametrize("name", HOSTS)
 def test_heads_and_pairs_add_up(name, packed):
     model = HOSTS[name]()
-    kinds = (
-        ("attn_qkv", "attn_o", "mlp_out") if packed else (*APART, "mlp_gate") if "ll" in name or "qw" in name else APART
-    )
+    kinds = ("attn_qkv", "attn_o", "mlp_out") if packed else (*APART, "mlp_gate") if "ll" in name or "qw" in name else APART
     factors, graph, paths = graph_and_paths(model, kinds, pairs=3)
     check_heads(model, graph, paths)
     check_scores(model, factors, paths)

@@ -22,10 +22,7 @@ from tests.analysis.graph_pages import Paths, large_graph
 from tests.chromium import CHROMIUM, Browser
 from tests.micro import toy_model
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)")]
 SITES = ("attn_v", "attn_o", "mlp_out")
 PROBE = (Path(__file__).parents[1] / "report" / "probe.js").read_text(encoding="utf-8")
 
@@ -210,9 +207,7 @@ def test_pointing_clicking_and_dragging(browser: Browser, default_model: Any, tm
     browser.rest(100)
     hover = browser.value("document.getElementById('hover').innerText")
     unit = heard.unit(first.partition("@")[0])
-    assert (
-        unit.unit in hover and "promotes" in hover and unit.contexts[0].tokens[unit.contexts[0].peak].strip() in hover
-    )
+    assert unit.unit in hover and "promotes" in hover and unit.contexts[0].tokens[unit.contexts[0].peak].strip() in hover
     assert browser.value("document.querySelectorAll('#hover .histogram rect').length") > 3
     browser.click(*middle(browser, first))
     said = panel(browser)
@@ -319,13 +314,8 @@ def test_everything_can_be_reached_by_keys(browser: Browser, small: Small, tmp_p
     browser.key("ArrowDown")
     start = browser.value(focused)
     assert start.startswith("logit")
-    assert "solid" in browser.value(
-        "getComputedStyle(document.activeElement.querySelector('.box')).strokeWidth + ' solid'"
-    )
-    assert (
-        float(browser.value("parseFloat(getComputedStyle(document.activeElement.querySelector('.box')).strokeWidth)"))
-        >= 3
-    )
+    assert "solid" in browser.value("getComputedStyle(document.activeElement.querySelector('.box')).strokeWidth + ' solid'")
+    assert float(browser.value("parseFloat(getComputedStyle(document.activeElement.querySelector('.box')).strokeWidth)")) >= 3
     browser.key("ArrowRight")
     right = browser.value(focused)
     browser.key("ArrowLeft")
@@ -363,9 +353,7 @@ def test_everything_can_be_reached_by_keys(browser: Browser, small: Small, tmp_p
 # ---------------------------------------------------------------------------------------------- clamp and attention
 
 
-def test_the_live_clamp_is_a_frozen_replay_and_shows_the_true_ones(
-    browser: Browser, small: Small, tmp_path: Path
-) -> None:
+def test_the_live_clamp_is_a_frozen_replay_and_shows_the_true_ones(browser: Browser, small: Small, tmp_path: Path) -> None:
     path = opened(browser, small.graph.show(replays=small.replays), tmp_path)
     found, node = small.replays, "blocks.0.attn_o/1@4"
     clamp(browser, node, 2.0)
@@ -375,17 +363,13 @@ def test_the_live_clamp_is_a_frozen_replay_and_shows_the_true_ones(
     held = held_hooks(small.model, small.factors)
     clean = shown_values(small.model, small.factors, small.graph, held)
     z = float(found.z[row])
-    true = (
-        shown_values(small.model, small.factors, small.graph, [*set_hooks(node, 2.0, z, small.factors), *held]) - clean
-    )
+    true = shown_values(small.model, small.factors, small.graph, [*set_hooks(node, 2.0, z, small.factors), *held]) - clean
     assert [shown[target] for target in found.targets] == pytest.approx(true.tolist(), abs=1e-4)
     said = panel(browser)
     answer = found.targets.index(next(t for t in found.targets if t.startswith("logit")))
     assert "Predicted and true changes" in said and "gap" in said
     assert browser.value("document.querySelectorAll('.charts .true').length") == 3 * 4  # three answers and a difference
-    cells = browser.value(
-        "[...document.querySelector('.changes tbody tr').querySelectorAll('td')].map(td => td.textContent)"
-    )
+    cells = browser.value("[...document.querySelector('.changes tbody tr').querySelectorAll('td')].map(td => td.textContent)")
     values = [float(cell.replace("\u2212", "-")) for cell in cells]
     expected = [float(found.frozen[row, 2, answer]), float(found.changes[row, 2, answer])]
     assert values == pytest.approx([*expected, expected[1] - expected[0]], rel=6e-3, abs=1e-4)
@@ -488,10 +472,7 @@ def test_a_saved_view_is_opened_again(browser: Browser, small: Small, tmp_path: 
     clamp(browser, "blocks.0.attn_o/1@4", 0.5)
     for key in ("Escape", "ArrowDown", "Enter", "ArrowDown", "Enter"):
         browser.key(key)
-    before = (
-        on_nodes(browser, "change"),
-        browser.value("[...document.querySelectorAll('.pinned')].map(n => n.dataset.node)"),
-    )
+    before = (on_nodes(browser, "change"), browser.value("[...document.querySelectorAll('.pinned')].map(n => n.dataset.node)"))
     (browser.folder / "graph-view.json").unlink(missing_ok=True)
     browser.value("document.getElementById('save-state').click()")
     saved = browser.downloaded("graph-view.json")
@@ -543,9 +524,7 @@ def test_labels_typed_here_are_read_by_unit_labels(browser: Browser, small: Smal
 # ---------------------------------------------------------------------------------------------- speed
 
 
-def test_dragging_in_a_large_graph_is_measured(
-    browser: Browser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dragging_in_a_large_graph_is_measured(browser: Browser, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """400 nodes and 4,000 links: frame times are printed, and a dragged box ends where it was dropped."""
     path = opened(browser, large_graph().show(), tmp_path)
     assert browser.value("document.querySelectorAll('.node').length") == 400

@@ -4,10 +4,7 @@ from swd_lens.analysis.graph.data import EDGES, NODES, GraphData, records, table
 
 
 def test_rows_become_typed_columns_and_plain_values_again():
-    rows = [
-        {"node": "token@0", "kind": "token", "position": 0, "label": "·a"},
-        {"node": "x/1", "kind": "unit", "score": 0.5},
-    ]
+    rows = [{"node": "token@0", "kind": "token", "position": 0, "label": "·a"}, {"node": "x/1", "kind": "unit", "score": 0.5}]
     nodes = table(rows, NODES)
     assert nodes["position"].dtype == "Int64" and nodes["position"].isna().tolist() == [False, True]
     assert [{k: v for k, v in row.items() if v is not None} for row in records(nodes)] == rows

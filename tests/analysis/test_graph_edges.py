@@ -50,9 +50,7 @@ def test_every_edge_is_what_a_nudge_does(name):
 @pytest.mark.parametrize("name", ["LN", "grouped"])
 def test_packed_values(name):
     model = toy_model(**HOSTS[name])
-    factors = random_factors(
-        model, "attn_qkv", "attn_o", "mlp_out"
-    )  # mlp_out: held, or a nudge would go through it, too
+    factors = random_factors(model, "attn_qkv", "attn_o", "mlp_out")  # mlp_out: held, or a nudge would go through it, too
     graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None)
     assert check_edges(model, factors, graph, ("blocks.0.attn_qkv", 1, 1), "blocks.0.attn_o") == 20
     assert check_edges(model, factors, graph, ("blocks.0.attn_o", 1, 1), "blocks.1.attn_qkv") == 5

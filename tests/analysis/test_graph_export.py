@@ -34,17 +34,13 @@ def test_a_folder_lists_its_graphs_and_keeps_what_others_wrote(tmp_path: Path) -
     graph = toy_graph(prompt=TOKENS)
     for slug in ("one", "two", "one"):
         exported = graph.export(tmp_path, slug=slug)
-        assert (
-            exported.path.name == f"{slug}.json" and json.loads(exported.path.read_text())["metadata"]["slug"] == slug
-        )
+        assert exported.path.name == f"{slug}.json" and json.loads(exported.path.read_text())["metadata"]["slug"] == slug
     listed = json.loads((tmp_path / "graph-metadata.json").read_text())["graphs"]
     assert [entry["slug"] for entry in listed] == ["two", "one"]
     assert all(entry["node_threshold"] == 1 and "swd_lens" not in entry for entry in listed)
     # circuit-tracer loads ./data/features/... from the folder that it serves as ./data.
     scan = Path(listed[0]["scan"])
-    units = [
-        n for n in json.loads((tmp_path / "one.json").read_text())["nodes"] if n["feature_type"].startswith("cross")
-    ]
+    units = [n for n in json.loads((tmp_path / "one.json").read_text())["nodes"] if n["feature_type"].startswith("cross")]
     for node in units:
         file = tmp_path / scan.relative_to("data") / f"{node['feature']}.json"
         assert json.loads(file.read_text())["index"] == unpaired(node["feature"])[1]
@@ -92,9 +88,7 @@ def test_neuronpedia_is_warned_of_a_graph_of_block_0_alone(tmp_path: Path) -> No
 
 def test_thresholds_stand_where_each_frontend_reads_them(tmp_path: Path) -> None:
     graph = toy_graph(prompt=TOKENS)
-    tracer, neuronpedia = (
-        exported_json(graph, tmp_path, target=target) for target in ("circuit-tracer", "neuronpedia")
-    )
+    tracer, neuronpedia = (exported_json(graph, tmp_path, target=target) for target in ("circuit-tracer", "neuronpedia"))
     assert tracer["metadata"]["node_threshold"] == neuronpedia["metadata"]["node_threshold"] == 1
     # In circuit-tracer's page a threshold among the qParams wins over the slider.
     assert "pruningThreshold" not in tracer["qParams"] and neuronpedia["qParams"]["pruningThreshold"] == 1

@@ -12,12 +12,7 @@ def test_feeders_of_a_unit_are_the_edges_into_it_and_add_up_to_z():
     factors = random_factors(model, *APART)
     graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None, isolated=True)
     nodes, last = graph.nodes.set_index("node"), len(TOKENS) - 1
-    for site, index in (
-        ("blocks.1.mlp_in", 2),
-        ("blocks.1.attn_o", 1),
-        ("blocks.1.mlp_out", 3),
-        ("blocks.1.attn_v", 0),
-    ):
+    for site, index in (("blocks.1.mlp_in", 2), ("blocks.1.attn_o", 1), ("blocks.1.mlp_out", 3), ("blocks.1.attn_v", 0)):
         fed, unit = feeders(model, factors, (site, index), prompt=TOKENS, n=None), f"{site}/{index}@{last}"
         edges = graph.edges[graph.edges["target"] == unit]
         given = fed[(fed["source"] != "rest") & (fed["weight"] != 0)]
@@ -27,9 +22,7 @@ def test_feeders_of_a_unit_are_the_edges_into_it_and_add_up_to_z():
         assert fed["contribution"].sum() == pytest.approx(nodes.loc[unit, "activation"], abs=1e-4)
         rest = fed.set_index("source").loc["rest", "contribution"]
         assert rest == pytest.approx(nodes.loc[unit, "rest"], abs=1e-4)
-        assert (
-            fed["rank"].tolist() == list(range(1, len(fed) + 1)) and fed["contribution"].abs().is_monotonic_decreasing
-        )
+        assert fed["rank"].tolist() == list(range(1, len(fed) + 1)) and fed["contribution"].abs().is_monotonic_decreasing
         assert feeders(model, factors, f"{site}/{index}", prompt=TOKENS, n=3).equals(fed.head(3))
 
 

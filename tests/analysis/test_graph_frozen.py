@@ -32,9 +32,7 @@ def test_average_scale_and_cosine():
     key = ("blocks.0.mlp_out/1", "blocks.1.mlp_in/2")
     _, cache = model.run_with_cache(torch.tensor([TOKENS, TOKENS[::-1]]))
     inverse = (1 / cache["blocks.1.ln2.hook_scale"]).mean()
-    averaged = weights_of(
-        unit_graph(model, factors, all_units(factors), tokens=torch.tensor([TOKENS, TOKENS[::-1]]), keep=None)
-    )
+    averaged = weights_of(unit_graph(model, factors, all_units(factors), tokens=torch.tensor([TOKENS, TOKENS[::-1]]), keep=None))
     assert averaged[key] == pytest.approx(plain[key] * float(inverse), rel=1e-4)
     cosine = weights_of(unit_graph(model, factors, all_units(factors), keep=None, normalize="cosine"))
     read = factors["blocks.1.mlp_in"].read[:, 2] * model.state_dict()["blocks.1.ln2.w"]
@@ -48,23 +46,18 @@ def test_answers_of_capped_logits_are_those_before_the_cap():
     plain, capped = toy_model(), toy_model(output_logits_soft_cap=5.0)
     factors = random_factors(plain, "attn_o", "mlp_in", "mlp_out")
     graphs = [
-        unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None)
-        for model in (plain, capped)
+        unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None) for model in (plain, capped)
     ]
     assert graphs[1].settings["logits"] == "before the soft cap of 5" and "logits" not in graphs[0].settings
     edges, nodes = ([getattr(graph, part) for graph in graphs] for part in ("edges", "nodes"))
     edges = [table.set_index(["source", "target"]).sort_index()[["weight", "contribution"]] for table in edges]
     pd.testing.assert_frame_equal(*edges, rtol=1e-3, atol=1e-4)
-    pd.testing.assert_frame_equal(
-        *(table.drop(columns=["probability", "influence"]) for table in nodes), rtol=1e-3, atol=1e-4
-    )
+    pd.testing.assert_frame_equal(*(table.drop(columns=["probability", "influence"]) for table in nodes), rtol=1e-3, atol=1e-4)
     with attach(capped, factors):
         expected = capped(torch.tensor([TOKENS]))[0, -1].softmax(-1)
     shown = graphs[1].nodes[graphs[1].nodes["kind"] == "logit"]
     assert shown["probability"].tolist() == pytest.approx([float(expected[int(token)]) for token in shown["token"]])
-    moved = [
-        replays(model, factors, graph, strengths=(0.0,)) for model, graph in zip((plain, capped), graphs, strict=True)
-    ]
+    moved = [replays(model, factors, graph, strengths=(0.0,)) for model, graph in zip((plain, capped), graphs, strict=True)]
     torch.testing.assert_close(moved[0].effects, moved[1].effects, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(moved[0].changes, moved[1].changes, rtol=1e-3, atol=1e-4)
 
@@ -73,10 +66,7 @@ def test_without_a_prompt_norms_behind_sites_have_scale_one_or_their_mean():
     model = toy_model(**HOSTS["norms behind"])
     factors = random_factors(model, "mlp_in", "mlp_out")
     norm = model.blocks[0].ln2_post
-    write, read = (
-        factors["blocks.0.mlp_out"].write * norm.w,
-        factors["blocks.1.mlp_in"].read * model.blocks[1].ln2.w[:, None],
-    )
+    write, read = (factors["blocks.0.mlp_out"].write * norm.w, factors["blocks.1.mlp_in"].read * model.blocks[1].ln2.w[:, None])
 
     def edges(**settings):
         graph = unit_graph(model, factors, all_units(factors), keep=None, **settings)

@@ -44,9 +44,7 @@ def test_groups_by_writes_and_by_being_active_together() -> None:
         {
             **factors,
             # Unit 4 writes what unit 3 of the layer below writes, the other way round.
-            "blocks.1.mlp_out": _with(
-                factors["blocks.1.mlp_out"], write={4: -2.0 * factors["blocks.0.mlp_out"].write[3]}
-            ),
+            "blocks.1.mlp_out": _with(factors["blocks.1.mlp_out"], write={4: -2.0 * factors["blocks.0.mlp_out"].write[3]}),
             # Unit 7 is active where unit 2 is.
             "blocks.1.mlp_in": _with(factors["blocks.1.mlp_in"], read={7: 3.0 * factors["blocks.1.mlp_in"].read[:, 2]}),
         }

@@ -29,9 +29,7 @@ def test_links_into_a_node_add_up_to_its_activation(settings: dict[str, Any], tm
         if keep is None:
             for node, row in zip(written["nodes"], records(graph.nodes), strict=False):
                 assert rests.get(node["node_id"], 0.0) == pytest.approx(row["rest"], abs=1e-5)
-        assert {nodes[link["source"]]["feature_type"] for link in written["links"] if link["target"] in rests} >= {
-            ERROR
-        }
+        assert {nodes[link["source"]]["feature_type"] for link in written["links"] if link["target"] in rests} >= {ERROR}
 
 
 def test_texts_that_would_be_tags_or_ends_of_an_answer(tmp_path: Path) -> None:

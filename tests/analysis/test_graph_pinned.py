@@ -26,10 +26,7 @@ def test_a_circuit_is_pinned_and_what_is_asked_for(tmp_path: Path) -> None:
     }
     unit = circuit.names[0]
     at_all = [f"{unit}@{position}" for position in range(len(TOKENS))]
-    assert pinned_nodes(graph, [unit]) == at_all and pinned_nodes(graph, [at_all[2], "token@0"]) == [
-        at_all[2],
-        "token@0",
-    ]
+    assert pinned_nodes(graph, [unit]) == at_all and pinned_nodes(graph, [at_all[2], "token@0"]) == [at_all[2], "token@0"]
     assert set(pinned_nodes(graph, circuit)) == set(graph.nodes["node"][graph.nodes["kind"] == "unit"])
     written = exported_json(graph, tmp_path, pinned=[unit])
     assert len(written["qParams"]["pinnedIds"]) == len(TOKENS)

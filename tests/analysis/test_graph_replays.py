@@ -40,16 +40,12 @@ def test_true_changes_are_those_of_real_forwards_and_the_host_is_left_as_it_was(
 
 def test_a_graph_of_the_last_position(default_model: Any) -> None:
     factors = swd.baselines.svd(default_model, "blocks.*.mlp_out")
-    graph = unit_graph(
-        default_model, factors, [("blocks.2.mlp_out", 3), ("blocks.3.mlp_out", 1)], prompt="The king said"
-    )
+    graph = unit_graph(default_model, factors, [("blocks.2.mlp_out", 3), ("blocks.3.mlp_out", 1)], prompt="The king said")
     found = replays(default_model, factors, graph, "blocks.2.mlp_out/3")
     last = len(graph.settings["token_ids"]) - 1
     assert found.nodes == (f"blocks.2.mlp_out/3@{last}",)
     table = found.table()
-    assert list(table.columns) == ["node", "strength", "target", "frozen", "true"] and len(table) == 3 * len(
-        found.targets
-    )
+    assert list(table.columns) == ["node", "strength", "target", "frozen", "true"] and len(table) == 3 * len(found.targets)
     own = table[table["target"] == found.nodes[0]]
     assert own["true"].tolist() == pytest.approx(own["frozen"].tolist(), rel=1e-4)
 

@@ -4,16 +4,7 @@ import pytest
 import torch
 
 from swd_lens.analysis.graph import replays, unit_graph
-from tests.analysis.graph_checks import (
-    APART,
-    HOSTS,
-    TOKENS,
-    all_units,
-    held_hooks,
-    random_factors,
-    set_hooks,
-    shown_values,
-)
+from tests.analysis.graph_checks import APART, HOSTS, TOKENS, all_units, held_hooks, random_factors, set_hooks, shown_values
 from tests.micro import toy_model
 
 FEW = ("attn_v", "attn_o", "mlp_out")  # queries, keys and MLP inputs stay dense

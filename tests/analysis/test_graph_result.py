@@ -16,15 +16,7 @@ from tests.micro import random_split, toy_model
 # What Neuronpedia's graph-schema.json and circuit-tracer's graph_models.py require, and of what type.
 METADATA = {"slug": str, "scan": str, "prompt_tokens": list, "prompt": str, "transcoder_list": list}
 QPARAMS = {"pinnedIds": list, "supernodes": list, "linkType": str, "clickedId": str, "sg_pos": str}
-NODE = {
-    "node_id": str,
-    "feature": int,
-    "layer": str,
-    "ctx_idx": int,
-    "feature_type": str,
-    "jsNodeId": str,
-    "clerp": str,
-}
+NODE = {"node_id": str, "feature": int, "layer": str, "ctx_idx": int, "feature_type": str, "jsNodeId": str, "clerp": str}
 NODE_OPTIONAL = {"influence": (float, type(None)), "activation": (float, type(None)), "token_prob": float}
 LINK = {"source": str, "target": str, "weight": float}
 
@@ -74,9 +66,7 @@ def test_json_is_what_viewers_read(settings, tmp_path):
 
 
 def test_json_round_trip(tmp_path):
-    for i, settings in enumerate(
-        ({}, {"prompt": TOKENS, "attention": "frozen", "labels": {"blocks.0.mlp_in/1": "π <b>"}})
-    ):
+    for i, settings in enumerate(({}, {"prompt": TOKENS, "attention": "frozen", "labels": {"blocks.0.mlp_in/1": "π <b>"}})):
         graph = toy_graph(**settings)
         graph.to_json(tmp_path / f"{i}.json")
         loaded = UnitGraph.load(tmp_path / f"{i}.json")

@@ -154,9 +154,7 @@ def test_a_float64_host_gives_float64_sums():
         _, cache = model.run_with_cache(TOKENS)
     units = list(found.units)
     z, pre = (cache[name].flatten(0, 1) for name in ("blocks.1.hook_mlp_in_unit", "blocks.1.mlp.hook_pre"))
-    ratio, _, _ = by_definition(
-        gelu_new, z[:, units], pre, factors[SITE].write[units], model.blocks[1].mlp.W_out.float()
-    )
+    ratio, _, _ = by_definition(gelu_new, z[:, units], pre, factors[SITE].write[units], model.blocks[1].mlp.W_out.float())
     torch.testing.assert_close(found.ratio, ratio, rtol=1e-9, atol=1e-12, equal_nan=True)
 
 

@@ -17,9 +17,7 @@ SITE = "blocks.1.mlp_in"
 def test_it_is_the_papers_definition(act_fn, density):
     model = toy_model(act_fn=act_fn)
     # A lower layer is replaced as well, as in the paper.
-    factors = {
-        site: sparse_factors(model, site, density=density, seed=i) for i, site in enumerate(("blocks.0.mlp_in", SITE))
-    }
+    factors = {site: sparse_factors(model, site, density=density, seed=i) for i, site in enumerate(("blocks.0.mlp_in", SITE))}
     found = unit_interactions(model, factors, SITE, TOKENS, top=8, batch_size=2, progress=False)
     with attach(model, factors), torch.no_grad():
         _, cache = model.run_with_cache(TOKENS)
@@ -36,9 +34,7 @@ def test_in_a_gated_mlp_the_gates_units_are_taken_out_and_the_other_branch_is_he
     up = cache["blocks.1.mlp.hook_pre_linear"].flatten(0, 1)
     weight = model.blocks[1].mlp.W_out
     check(found, ACTIVATIONS["silu"], cache, 1, factors["blocks.1.mlp_gate"], weight, "mlp_gate", up)
-    with pytest.raises(
-        ValueError, match=r"is gated: units of blocks\.1\.mlp_in enter .* linearly.*blocks\.1\.mlp_gate"
-    ):
+    with pytest.raises(ValueError, match=r"is gated: units of blocks\.1\.mlp_in enter .* linearly.*blocks\.1\.mlp_gate"):
         unit_interactions(model, {SITE: sparse_factors(model, SITE)}, SITE, TOKENS)
 
 

@@ -127,10 +127,7 @@ def test_the_host_is_left_as_it_was():
 def test_a_replay_shows_itself(default_model):
     factors = random_factors(default_model)
     replay = qk_replay(default_model, factors, QKPair(0, 0, 1, 2), "Mary gave a drink to John")
-    assert (
-        replay.tokens[0] == default_model.tokenizer.bos_token
-        and "".join(replay.tokens[1:]) == "Mary gave a drink to John"
-    )
+    assert replay.tokens[0] == default_model.tokenizer.bos_token and "".join(replay.tokens[1:]) == "Mary gave a drink to John"
     drawn = svg(replay.plot())
     assert "reconstructed" in drawn and "without q1" in drawn and "·gave" in drawn
     assert "contribution to the score" in svg(replay.plot_contribution())

@@ -103,9 +103,7 @@ def test_a_scan_shows_itself_and_leaves_the_host_as_it_was():
     scan = qk_scan(model, random_factors(model), PROMPTS, progress=False)
     assert same(snapshot(model), before)
     assert f"{len(scan.frame)} cases on 4 prompts" in repr(scan) and "<svg" in scan._repr_html_()
-    assert (
-        list(scan.table(3).columns)[-1] == "text" and len(scan.table(3)) == 3 and len(scan.table()) == len(scan.frame)
-    )
+    assert list(scan.table(3).columns)[-1] == "text" and len(scan.table(3)) == 3 and len(scan.table()) == len(scan.frame)
     assert scan.settings["remove"] == "q" and scan.settings["per_head"] == 5
 
 

@@ -60,13 +60,7 @@ def test_the_largest_page_that_is_promised_has_at_most_5_megabytes() -> None:
     answers = graph.nodes[graph.nodes["kind"] == "logit"]["node"].tolist()
     n, targets = len(units), (*units, *answers)
     made = Replays(
-        tuple(units),
-        (0.0, 0.5, 2.0),
-        targets,
-        torch.ones(n),
-        torch.randn(n, len(targets)),
-        torch.randn(n, 3, len(targets)),
-        {},
+        tuple(units), (0.0, 0.5, 2.0), targets, torch.ones(n), torch.randn(n, len(targets)), torch.randn(n, 3, len(targets)), {}
     )
     page = graph.show(replays=made)
     assert len(graph.nodes) == 400 and len(graph.edges) == 4_000

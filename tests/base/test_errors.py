@@ -374,9 +374,7 @@ def test_hosts_that_differ_from_their_checkpoint(monkeypatch):
     refused(swd.load_host, errors.HostDiffersError, "gives other logits", str(families.checkpoint("gpt2")))
 
 
-@pytest.mark.parametrize(
-    ("reader", "kind", "words"), [(0, ImportError, "pip install gguf"), (1, ValueError, "cannot read")]
-)
+@pytest.mark.parametrize(("reader", "kind", "words"), [(0, ImportError, "pip install gguf"), (1, ValueError, "cannot read")])
 def test_gguf_files_that_transformers_cannot_read(reader, kind, words, tmp_path, monkeypatch):
     (tmp_path / "model.gguf").write_bytes(b"GGUF of another world")
     monkeypatch.setenv("SWD_LENS_CACHE", str(tmp_path / "cache"))
@@ -400,9 +398,7 @@ def test_a_launcher_s_processes_do_not_overwrite(tmp_path, monkeypatch):
     refused(lambda: trained(out=tmp_path, overwrite=True), errors.TrainError, "was started by a launcher")
 
 
-@pytest.mark.parametrize(
-    ("found", "words"), [(None, "pip install circuitsvis"), (ModuleType("circuitsvis"), "is missing")]
-)
+@pytest.mark.parametrize(("found", "words"), [(None, "pip install circuitsvis"), (ModuleType("circuitsvis"), "is missing")])
 def test_panels_without_their_script(found, words, monkeypatch):
     if found is not None:
         found.__file__ = "/nowhere/__init__.py"

@@ -34,9 +34,7 @@ def test_the_text_of_an_error_and_of_its_causes_is_seen(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "call", [swd.load_host, lambda name: swd.load_host(name, kind="bridge"), swd.FactorSet.from_pretrained]
-)
+@pytest.mark.parametrize("call", [swd.load_host, lambda name: swd.load_host(name, kind="bridge"), swd.FactorSet.from_pretrained])
 def test_what_transformers_and_the_hub_say_of_a_name_is_seen(name, call):
     with pytest.raises((OSError, ValueError)) as raised:
         call(name)

@@ -44,13 +44,9 @@ def worded() -> None:
 def test_the_outermost_call_speaks():
     kept = "what is finished is kept in runs/a, and the same call"
     assert str(stopped(lambda: outer("runs/a"))) == f"outer was interrupted, 1 of 2 finished; {kept} goes on from there"
-    assert str(stopped(lambda: outer(out="runs/a", overwrite=True))).endswith(
-        f"{kept} without overwrite=True goes on from there"
-    )
+    assert str(stopped(lambda: outer(out="runs/a", overwrite=True))).endswith(f"{kept} without overwrite=True goes on from there")
     assert "; nothing of it is kept: with out=FOLDER the same call" in str(stopped(outer))
-    assert (
-        str(stopped(elsewhere)) == "elsewhere was interrupted; nothing of it is kept"
-    )  # nor where an earlier call was
+    assert str(stopped(elsewhere)) == "elsewhere was interrupted; nothing of it is kept"  # nor where an earlier call was
     assert "5 of 6" in str(stopped(inner))
     assert str(stopped(worded)) == "by hand"
     assert "␛" in str(stopped(lambda: inner("runs/\x1b[31m")))
@@ -124,16 +120,7 @@ def test_a_training_says_the_step_of_its_checkpoint(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "factorize",
-            "allocate",
-            "finetune",
-            "run_study",
-            "replace_model",
-            "data_efficiency",
-            "sweep",
-            "best_circuit",
-        ),
+        *("factorize", "allocate", "finetune", "run_study", "replace_model", "data_efficiency", "sweep", "best_circuit"),
         *(f"baselines.{name}" for name in ("transcoder", "vpd_recon", "vpd_kl", "sparse_pretrain")),
         "paper.run_items",
     ],

@@ -31,10 +31,7 @@ with writing(sys.argv[1], "factorize"):
 
 def test_a_forked_child_does_not_hold_its_parents_folder_and_leaves_it_held(tmp_path):
     def child():
-        with (
-            pytest.raises(FolderInUseError, match=rf"factorize \(process {os.getppid()} on "),
-            writing(tmp_path, "save"),
-        ):
+        with pytest.raises(FolderInUseError, match=rf"factorize \(process {os.getppid()} on "), writing(tmp_path, "save"):
             pass
         held.__exit__(None, None, None)  # it leaves the block of its parent, too
 

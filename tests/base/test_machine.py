@@ -49,10 +49,7 @@ def test_what_is_freed_is_kept_up_to_a_bound():
     ("error", "is_memory"),
     [
         (MemoryError(), True),
-        (
-            RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
-            True,
-        ),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"), True),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 12 bytes."), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),

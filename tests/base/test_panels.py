@@ -72,14 +72,7 @@ def test_a_page_may_have_panels_drawn_later():
 
 
 def test_every_token_can_be_seen():
-    assert [visible_token(t) for t in ("a", " a ", "\t", "\r\n", "\u202e", "")] == [
-        "a",
-        "·a·",
-        "⇥",
-        "␍↵",
-        "⟨U+202E⟩",
-        "∅",
-    ]
+    assert [visible_token(t) for t in ("a", " a ", "\t", "\r\n", "\u202e", "")] == ["a", "·a·", "⇥", "␍↵", "⟨U+202E⟩", "∅"]
 
 
 @pytest.mark.parametrize(

@@ -130,14 +130,7 @@ def test_steps_are_numbered_and_timed_by_the_last_of_their_kind(clock):
 
 
 def test_durations():
-    assert [duration(s) for s in (0, 59.4, 60, 185, 3599, 7800)] == [
-        "0 s",
-        "59 s",
-        "1:00 min",
-        "3:05 min",
-        "59:59 min",
-        "2:10 h",
-    ]
+    assert [duration(s) for s in (0, 59.4, 60, 185, 3599, 7800)] == ["0 s", "59 s", "1:00 min", "3:05 min", "59:59 min", "2:10 h"]
 
 
 def test_a_long_call_is_heard_in_a_log(default_model, monkeypatch, capsys):

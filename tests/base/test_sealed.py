@@ -25,13 +25,7 @@ from swd_lens.base.sealed import (
     write_tensors,
 )
 
-VALUES = {
-    "units": [["a", 1], ["b", 2]],
-    "share": 0.1,
-    "none": float("nan"),
-    "text": "naïve 😀 \ud83d \u2028",
-    "large": 2**70,
-}
+VALUES = {"units": [["a", 1], ["b", 2]], "share": 0.1, "none": float("nan"), "text": "naïve 😀 \ud83d \u2028", "large": 2**70}
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3, dtype=torch.int64), "c": torch.ones(2).bfloat16()}
 
 
@@ -44,9 +38,7 @@ def test_tensors_and_metadata_come_back(tmp_path):
     write_tensors(tmp_path / "x.safetensors", TENSORS, {"format": "thing"})
     tensors, metadata = read_tensors(tmp_path / "x.safetensors", "a thing")
     assert metadata == {"format": "thing"} and tensors.keys() == TENSORS.keys()
-    assert all(
-        torch.equal(tensors[name], value) and tensors[name].dtype == value.dtype for name, value in TENSORS.items()
-    )
+    assert all(torch.equal(tensors[name], value) and tensors[name].dtype == value.dtype for name, value in TENSORS.items())
 
 
 def test_equal_tensors_are_equal_files(tmp_path):

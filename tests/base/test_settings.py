@@ -53,17 +53,13 @@ def test_a_value_out_of_bounds_is_named_with_its_bounds(name, value, message):
     # Past the annotations, which the tests check, too: users' programs do not.
     with pytest.raises(RecipeError) as error:
         recipe._check(
-            name,
-            value,
-            *next((f.metadata["bounds"], f.type) for f in Recipe.__dataclass_fields__.values() if f.name == name),
+            name, value, *next((f.metadata["bounds"], f.type) for f in Recipe.__dataclass_fields__.values() if f.name == name)
         )
     assert str(error.value) == message
 
 
 def test_an_unknown_setting_or_preset_is_answered_with_the_nearest():
-    with pytest.raises(
-        RecipeError, match="Recipe has no setting 'step'; did you mean steps\\? valid: steps, share, rate"
-    ):
+    with pytest.raises(RecipeError, match="Recipe has no setting 'step'; did you mean steps\\? valid: steps, share, rate"):
         Recipe().changed({"step": 1})
     with pytest.raises(RecipeError, match="no preset 'bets'; did you mean best\\? valid: best, paper"):
         preset({"best": Recipe(), "paper": Recipe(steps=3)}, "bets", RecipeError)

@@ -31,14 +31,9 @@ def test_a_step_is_made_once_and_read_back_whatever_interrupts(tmp_path):
 def test_another_call_is_refused_and_growing_settings_may_grow(tmp_path):
     StepCache(tmp_path, {"host": "a" * 64, "n": 1}, {"tasks": {"ioi": "x"}})
     StepCache(tmp_path, {"host": "a" * 64, "n": 1}, {"tasks": {"ioi": "x", "docstring": "y"}})
-    with pytest.raises(
-        ResumeError, match=r"holds another run: host aaaaaaaa then, bbbbbbbb now; .*original settings to resume"
-    ):
+    with pytest.raises(ResumeError, match=r"holds another run: host aaaaaaaa then, bbbbbbbb now; .*original settings to resume"):
         StepCache(tmp_path, {"host": "b" * 64, "n": 1}, {"tasks": {}})
-    for tasks, told in (
-        ({"ioi": "x"}, "docstring 'y' then, None now"),
-        ({"ioi": "z", "docstring": "y"}, "'x' then, 'z' now"),
-    ):
+    for tasks, told in (({"ioi": "x"}, "docstring 'y' then, None now"), ({"ioi": "z", "docstring": "y"}, "'x' then, 'z' now")):
         with pytest.raises(ResumeError, match=f"tasks: .*{told}"):
             StepCache(tmp_path, {"host": "a" * 64, "n": 1}, {"tasks": tasks})
     StepCache(tmp_path, {"host": "b"}, overwrite=True)

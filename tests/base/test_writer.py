@@ -66,10 +66,7 @@ def test_another_thread_is_refused_and_told_who_holds_the_folder(tmp_path):
 def test_another_process_is_refused_and_the_lock_of_a_killed_one_is_free(tmp_path):
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with (
-            pytest.raises(FolderInUseError, match=rf"factorize \(process {holder.pid} on .*, since 20"),
-            writing(tmp_path, "x"),
-        ):
+        with pytest.raises(FolderInUseError, match=rf"factorize \(process {holder.pid} on .*, since 20"), writing(tmp_path, "x"):
             pass
         threading.Timer(1, holder.kill).start()
         with writing(tmp_path, "x", wait=True):

@@ -109,9 +109,7 @@ def _random_factors(model: Any, sparsity: float, times: int) -> dict[str, swd.Fa
         units = times * min(site.d_in, site.d_out)
         plan = plan_shares(site.d_in, site.d_out, sparsity, units, spec)
         read, write = (plan.square, plan.other) if site.d_in <= site.d_out else (plan.other, plan.square)
-        factors[site.name] = swd.Factors(
-            _random(site.d_in, units, read, generator), _random(units, site.d_out, write, generator)
-        )
+        factors[site.name] = swd.Factors(_random(site.d_in, units, read, generator), _random(units, site.d_out, write, generator))
     return factors
 
 

@@ -98,9 +98,7 @@ def main() -> None:
                 ratios.append(pair[ours] / pair[other])
                 others.append(pair[other])
         low, median, high = statistics.quantiles(ratios, n=4)
-        print(
-            f"| {step} | {1000 * statistics.median(others):.1f} | {median:.3f} | {low:.3f} to {high:.3f} |", flush=True
-        )
+        print(f"| {step} | {1000 * statistics.median(others):.1f} | {median:.3f} | {low:.3f} to {high:.3f} |", flush=True)
 
 
 def _worker(checkout: Path, host: str) -> subprocess.Popen[str]:

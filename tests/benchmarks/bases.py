@@ -155,12 +155,7 @@ def _rows(name: str, args: Any) -> Iterator[list[str]]:
         for method, row in measured.items():
             yield [cell, place, method, *cells_of(row)]
         if measured:
-            yield [
-                cell,
-                place,
-                f"text foretells circuits: {foretold(list(measured.values()))}",
-                *[""] * (len(COLUMNS) - 3),
-            ]
+            yield [cell, place, f"text foretells circuits: {foretold(list(measured.values()))}", *[""] * (len(COLUMNS) - 3)]
 
 
 def _measure(name: str, args: Any) -> None:
@@ -169,17 +164,13 @@ def _measure(name: str, args: Any) -> None:
     cells = [(cell, place) for cell, place in CELLS[name] if not args.cells or cell in args.cells]
     for place in dict.fromkeys(place for _, place in cells):
         tasks = [cell for cell, matrix in cells if matrix == place]
-        files = {
-            (task, method): _file(args.folder, name, task, place, method) for task in tasks for method in args.methods
-        }
+        files = {(task, method): _file(args.folder, name, task, place, method) for task in tasks for method in args.methods}
         missing = {key: file for key, file in files.items() if not file.exists()}
         if missing:
             _measure_matrix(model, place, texts, missing, concentrated=not args.without_text)
 
 
-def _measure_matrix(
-    model: Any, place: str, texts: Any, missing: Mapping[tuple[str, str], Path], concentrated: bool
-) -> None:
+def _measure_matrix(model: Any, place: str, texts: Any, missing: Mapping[tuple[str, str], Path], concentrated: bool) -> None:
     """Write the rows of one matrix that are missing, by (task, method)."""
     [site] = swd.find_sites(model, place)
     weight, gram = host_of(model).weight(site), collect_grams(model, [site], texts[0]).by_site[place]

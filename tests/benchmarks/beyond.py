@@ -68,9 +68,7 @@ def tied(text: Text, layer: int) -> list[dict[str, Any]]:
     for s in (0.5, 0.75):
         for label, how in {"pruned": {"preset": "pruned"}, "SWD from neurons": {}}.items():
             sets[f"{label}, s = {s}"] = {
-                site.name: solved(
-                    model, site, grams[site.name], s, texts[0].numel(), basis=side_of_units(site.kind), **how
-                )
+                site.name: solved(model, site, grams[site.name], s, texts[0].numel(), basis=side_of_units(site.kind), **how)
                 for site in sites
                 if label == "pruned" or text.name == "default"  # minutes each of a larger host
             }
@@ -137,9 +135,7 @@ def joint(text: Text, layer: int, kinds: Sequence[str]) -> Curves:
     return curves
 
 
-def as_one(
-    model: Any, sites: Sequence[Any], gram: Any, s: float, n_tokens: int, equal: bool, **how: Any
-) -> dict[str, Any]:
+def as_one(model: Any, sites: Sequence[Any], gram: Any, s: float, n_tokens: int, equal: bool, **how: Any) -> dict[str, Any]:
     """Factors of several matrices that read the same, solved as one: equal reads at every site, each its columns of the writes.
 
     Args:
@@ -147,9 +143,7 @@ def as_one(
     """
     weights = [host_of(model).weight(site).detach().float() for site in sites]
     scales = [float((w * (gram.to(w) @ w)).sum().sqrt()) if equal else 1.0 for w in weights]
-    solution = swd.solve(
-        torch.cat([w / c for w, c in zip(weights, scales, strict=True)], 1), gram, s, tokens=n_tokens, **how
-    )
+    solution = swd.solve(torch.cat([w / c for w, c in zip(weights, scales, strict=True)], 1), gram, s, tokens=n_tokens, **how)
     writes = solution.write.split([site.d_out for site in sites], 1)
     return {
         site.name: swd.Factors(solution.read, write * c, weight=w)
@@ -175,10 +169,7 @@ def compared(name: str, by_layer: Sequence[Curves], reference: str) -> list[list
             else [f"{relmse:.3g}", f"{sum(p['ce_delta'] for p in middle) / len(middle):+.5f}", f"{kl:.2g}"]
         )
         for i in range(len(levels)):
-            cells += [
-                shown(mean([at_kl(c, of[i], key) for c, of in zip(curves, kls, strict=True)]))
-                for key in ("edges", "text")
-            ]
+            cells += [shown(mean([at_kl(c, of[i], key) for c, of in zip(curves, kls, strict=True)])) for key in ("edges", "text")]
         circuits = [row for p in middle for row in p.get("circuits", {}).values()]
         cells.append("; ".join("never" if edges is None else f"{edges:,} ({n})" for n, edges, _ in circuits))
         rows.append([arm.replace("|", ", "), *cells])
@@ -239,14 +230,7 @@ def error_tables(text: Text, folder: Path) -> list[Table]:
         [str(r["block"]), r["kind"], r["where"], f"{r['sparse']:.3f}", f"{r['pruned']:.4f}", f"{r['SWD']:.5f}"]
         for r in kept(folder / f"{text.name} errors.json", lambda: errors(text, layers))
     ]
-    columns = [
-        "block",
-        "matrix",
-        "head dimensions",
-        "L1 over the host's own",
-        "relMSE pruned",
-        "SWD from the short side",
-    ]
+    columns = ["block", "matrix", "head dimensions", "L1 over the host's own", "relMSE pruned", "SWD from the short side"]
     made = [Table(f"{said_of(text.name)[0]}: relMSE by rotation, s = .75", columns, rows)]
     costs = kept(folder / f"{text.name} {task}.json", lambda: exact_circuits(text, place, task))
     rows = [[where, f"{edges:,}", str(n), f"{recovered:.2f}"] for where, (n, edges, recovered) in costs.items()]

@@ -100,13 +100,7 @@ def coverage(whole: Margins, costs: Tensor, n: int, draws: int, seed: int = 0) -
         inner = range(1, len(costs) - 1) if name == "recovered" else range(1 if name == "drop" else 0, len(costs))
         for i in inner if name != "sufficiency" else range(len(costs) - 1):
             found.append(
-                (
-                    name,
-                    float(costs[i]),
-                    float(truth[name][i]),
-                    float(hits[name][i]) / max(1, defined[name]),
-                    defined[name],
-                )
+                (name, float(costs[i]), float(truth[name][i]), float(hits[name][i]) / max(1, defined[name]), defined[name])
             )
     for threshold, cost in crossings.items():
         if cost is not None:
@@ -141,10 +135,7 @@ def coverage_over_contents(
     Args:
         n_contents, per_content: of a draw, with replacement.
     """
-    of = {
-        content: torch.tensor([i for i, c in enumerate(contents) if c == content])
-        for content in dict.fromkeys(contents)
-    }
+    of = {content: torch.tensor([i for i, c in enumerate(contents) if c == content]) for content in dict.fromkeys(contents)}
     places = list(of.values())
 
     def mean(values: Tensor) -> Tensor:
@@ -160,24 +151,17 @@ def coverage_over_contents(
         at = torch.cat([places[c][torch.randint(len(places[c]), (per_content,), generator=generator)] for c in chosen])
         part, over = whole.keep[:, at] - whole.empty[at], whole.full[at] - whole.empty[at]
         drawn = [i for i in range(n_contents) for _ in range(per_content)]  # a content drawn twice is two
-        for name, (p, w) in {
-            "prompts": (part, over),
-            "contents": (by_content(part, drawn), by_content(over, drawn)),
-        }.items():
+        for name, (p, w) in {"prompts": (part, over), "contents": (by_content(part, drawn), by_content(over, drawn))}.items():
             low, high = ratio_interval(p, w)
             hits[name] += (low <= truth) & (truth <= high)
-    table = pd.DataFrame(
-        {"recovered": truth.tolist(), **{f"over {name}": (h / draws).tolist() for name, h in hits.items()}}
-    )
+    table = pd.DataFrame({"recovered": truth.tolist(), **{f"over {name}": (h / draws).tolist() for name, h in hits.items()}})
     return table.iloc[1:-1]
 
 
 # ---------------------------------------------------------------------------------------------- null
 
 
-def random_circuits(
-    factors: Any, scores: UnitScores, n_units: int, n: int, best: float, seed: int = 0
-) -> list[Circuit]:
+def random_circuits(factors: Any, scores: UnitScores, n_units: int, n: int, best: float, seed: int = 0) -> list[Circuit]:
     """Circuits of so many units, of the best share of the ranking's valid units, all equally likely."""
     edges = active_edges(factors)
     valid = [(site, unit) for site, unit in scores.ranking() if int(edges[site][unit])]
@@ -225,9 +209,7 @@ def uniformity(p: pd.DataFrame) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------- refine, admissible
 
 
-def refinements(
-    model: Any, factors: Any, name: str, seeds: Sequence[int], sizes: Sequence[int]
-) -> Iterator[dict[str, Any]]:
+def refinements(model: Any, factors: Any, name: str, seeds: Sequence[int], sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Per seed of the task: edges and what is recovered on test prompts, of the refined circuit, of the prefix beside it, and
     of the one that `cost_at` prices."""
     for seed in seeds:
@@ -249,9 +231,7 @@ def refinements(
         yield {"seed": seed, **edges, **{f"{k} test": v for k, v in test.items()}, "seconds": seconds}
 
 
-def admissible(
-    model: Any, factors: Any, task: Any, scores: UnitScores, rankings: int, grid: Sequence[int]
-) -> dict[str, float]:
+def admissible(model: Any, factors: Any, task: Any, scores: UnitScores, rankings: int, grid: Sequence[int]) -> dict[str, float]:
     """Of rankings by noise: how often a single prefix, and how often any of the grid, is above the random sets' percentile."""
     single = anything = 0
     for seed in range(rankings):
@@ -329,9 +309,7 @@ def _refine(model: Any, factors: Any, args: argparse.Namespace) -> Iterator[Any]
         rows.append(row)
         yield row
     table = pd.DataFrame(rows)
-    yield {
-        f"{name} reaches .9": float((table[f"{name} test"] >= 0.9).mean()) for name in ("refined", "prefix", "cost_at")
-    }
+    yield {f"{name} reaches .9": float((table[f"{name} test"] >= 0.9).mean()) for name in ("refined", "prefix", "cost_at")}
     yield table.median(numeric_only=True).to_dict()
 
 
@@ -340,10 +318,7 @@ def _admissible(model: Any, factors: Any, args: argparse.Namespace) -> Iterator[
     scores = swd.attribute(model, factors, task)
     for k in (1, 4, 16):
         yield {"shortest prefix": k, **admissible(model, factors, task, scores, 100, [k])}
-    yield {
-        "shortest prefix": "grid",
-        **admissible(model, factors, task, scores, 100, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]),
-    }
+    yield {"shortest prefix": "grid", **admissible(model, factors, task, scores, 100, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48])}
 
 
 PARTS = {"coverage": _coverage, "contents": _contents, "null": _null, "refine": _refine, "admissible": _admissible}

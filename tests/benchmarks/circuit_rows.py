@@ -100,9 +100,7 @@ def rows_on_text(
 def row_of_task(model: Any, task: Any, matrix: Site, factors: Any, positions: str = "scoring") -> dict[str, Any]:
     """What a task says of factors of a matrix: units and edges of the cheapest circuits; `positions` are of interventions."""
     replacement = {matrix.name: factors}
-    curve = swd.evaluate(
-        model, replacement, task, swd.attribute(model, replacement, task, positions=positions), random_sets=0
-    )
+    curve = swd.evaluate(model, replacement, task, swd.attribute(model, replacement, task, positions=positions), random_sets=0)
     row = {"margin": curve.q_dense, "carried": curve.carried.logits, "carries": curve.carries}
     for name, threshold in (("recovered", Threshold("recovered", 0.9)), ("drop", Threshold("necessity", 0.5))):
         by_units, by_edges = curve.row_of(threshold, "units"), curve.row_of(threshold, "edges")

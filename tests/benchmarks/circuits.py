@@ -46,9 +46,7 @@ def main() -> None:
         print(*(f"{table.title}\n\n{table.markdown()}" for table in tables), sep="\n\n", flush=True)
         if args.record:
             command = f"python -m tests.benchmarks.circuits --part {part} --record"
-            about = [
-                "300 training, 200 validation and 200 test prompts, 16,384 calibration and 16,384 held-out tokens."
-            ]
+            about = ["300 training, 200 validation and 200 test prompts, 16,384 calibration and 16,384 held-out tokens."]
             said = {"title": TITLES[part], "section": "Circuits", "order": 1 + list(PARTS).index(part), "about": about}
             record(f"circuits_{part}", tables, command=command, threads=[args.threads], **said)
 
@@ -65,15 +63,7 @@ def _cell(curve: CostCurve, threshold: Threshold = RECOVERED) -> str:
 
 def controls(model: Any, tasks: list[Any]) -> Iterator[Table]:
     """A table for each kind of position: edges of SWD beside those of the exact controls."""
-    columns = [
-        "surface",
-        "task",
-        "carried (logits)",
-        "SWD s=0.5",
-        "SWD s=0.75",
-        "SVD",
-        "Random-B: least (median) of ten",
-    ]
+    columns = ["surface", "task", "carried (logits)", "SWD s=0.5", "SWD s=0.75", "SVD", "Random-B: least (median) of ten"]
     columns.append("SWD s=0.5 cheaper than")
     named = {"scoring": "at the scoring position", "all": "everywhere"}
     for positions, surfaces in (("scoring", {**LAYERS, **WIDE}), ("all", LAYERS)):
@@ -85,10 +75,7 @@ def controls(model: Any, tasks: list[Any]) -> Iterator[Table]:
 def _beside_controls(model: Any, tasks: list[Any], surface: tuple[str, str], positions: str) -> Iterator[list[str]]:
     name, sites = surface
     methods = {f"SWD s={s}": _factors(model, sites, s) for s in (0.5, 0.75)}
-    methods |= {
-        "SVD": swd.baselines.svd(model, sites),
-        "Random-B": swd.baselines.random_b_seeds(model, sites, seeds=SEEDS),
-    }
+    methods |= {"SVD": swd.baselines.svd(model, sites), "Random-B": swd.baselines.random_b_seeds(model, sites, seeds=SEEDS)}
     heldout = swd.text_tokens(16_384, split="test")
     found = swd.compare(model, methods, tasks, tokens=heldout, positions=positions, evaluation={"random_sets": 0})
     for task in tasks:
@@ -127,16 +114,13 @@ def widths(model: Any, tasks: list[Any]) -> Iterator[Table]:
             for sparsity in SPARSITIES:
                 factors = _factors(model, sites, sparsity, units)
                 curves = [
-                    swd.evaluate(model, factors, task, swd.attribute(model, factors, task), random_sets=0)
-                    for task in tasks
+                    swd.evaluate(model, factors, task, swd.attribute(model, factors, task), random_sets=0) for task in tasks
                 ]
                 cells = [f"{_cell(curve)} / {_cell(curve, HALF)}" if curve.carries else "no" for curve in curves]
                 ce_delta = swd.fidelity(model, factors, heldout).ce_delta
                 rows.append([surface, units or "1x", f"{sparsity:g}", f"{ce_delta:+.4f}", *cells])
     columns = ["surface", "units", "s", "CE delta", *(task.name for task in tasks)]
-    yield Table(
-        "Edges at recovered 0.9 / at half the drop", columns, rows, ["left"] * 2 + ["right"] * (len(columns) - 2)
-    )
+    yield Table("Edges at recovered 0.9 / at half the drop", columns, rows, ["left"] * 2 + ["right"] * (len(columns) - 2))
 
 
 def refine(model: Any, tasks: list[Any]) -> Iterator[Table]:

@@ -56,9 +56,7 @@ def main() -> None:
 
 
 def _times(args: argparse.Namespace) -> None:
-    print(
-        f"torch {torch.__version__}, {args.threads} threads, {args.turns} turns, {args.host}, {args.prompts} prompts\n"
-    )
+    print(f"torch {torch.__version__}, {args.threads} threads, {args.turns} turns, {args.host}, {args.prompts} prompts\n")
     print("| positions | prefixes | plain loop s | curve s | loop / curve | range | largest difference of margins |")
     print("|---|---|---|---|---|---|---|")
     model, factors, train, test = _setting(args)
@@ -78,9 +76,7 @@ def _times(args: argparse.Namespace) -> None:
             if turn:  # the first one warms up
                 ratios, loops, curves = [*ratios, loop / curve], [*loops, loop], [*curves, curve]
         row = f"{statistics.median(loops):.0f} | {statistics.median(curves):.1f} | {statistics.median(ratios):.1f}"
-        print(
-            f"| {positions} | {len(lengths)} | {row} | {min(ratios):.1f} to {max(ratios):.1f} | {off:.1e} |", flush=True
-        )
+        print(f"| {positions} | {len(lengths)} | {row} | {min(ratios):.1f} to {max(ratios):.1f} | {off:.1e} |", flush=True)
 
 
 def _setting(args: argparse.Namespace) -> Any:

@@ -89,9 +89,7 @@ def circuit_table(runs: Sequence[Run], of: str) -> Table:
         for surface, task in dict.fromkeys((surface, task) for surface, task, _ in cells)
     ]
     recovered, half = SHARES
-    title = (
-        f"{of.capitalize()} of a circuit, at {recovered} and, behind the slash, {half} that ablating every unit causes"
-    )
+    title = f"{of.capitalize()} of a circuit, at {recovered} and, behind the slash, {half} that ablating every unit causes"
     return Table(title, ["surface", "task", *methods], body, ["left"] * 2 + ["right"] * len(methods))
 
 

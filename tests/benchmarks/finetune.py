@@ -51,9 +51,7 @@ def main() -> None:
     model, test = swd.load_default_model(), swd.text_tokens(args.test_tokens, split="test")
     train, held = swd.text_tokens(TOKENS, split="train", seed=1), swd.text_tokens(16_384, split="validation")
     share = (TOKENS + CALIBRATION) / TRAINED_ON
-    print(
-        f"torch {torch.__version__}, {args.threads} threads; {TOKENS:,} + {CALIBRATION:,} tokens, {share:.2%} of training"
-    )
+    print(f"torch {torch.__version__}, {args.threads} threads; {TOKENS:,} + {CALIBRATION:,} tokens, {share:.2%} of training")
     for number in range(len(CASES)) if args.cases is None else args.cases:
         sparsity, solver, recipe, changed = CASES[number]
         factors = _factors(model, args.folder / f"{solver}-{sparsity}", sparsity, solver)
@@ -73,10 +71,7 @@ def main() -> None:
         for line in map(json.loads, (out / "log.jsonl").read_text().splitlines()):
             if "heldout_ce" in line:
                 delta = line["heldout_ce"] - line["heldout_ce_dense"]
-                print(
-                    f"  {line['tokens']:>8,} tokens: validation CE delta {delta:+.5f}, KL {line['heldout_kl']:.5f}",
-                    flush=True,
-                )
+                print(f"  {line['tokens']:>8,} tokens: validation CE delta {delta:+.5f}, KL {line['heldout_kl']:.5f}", flush=True)
 
 
 def _factors(model: Any, folder: Path, sparsity: float, solver: str) -> swd.FactorSet:

@@ -69,9 +69,7 @@ def measured(name: str) -> pd.DataFrame:
                 factors = FactorSet({site: with_less_of_the_first(model, site, rows)})
             else:
                 factors = swd.factorize(model, site, sparsity=SPARSITY, tokens=stream, progress=False)
-            table.append(
-                {"model": name, "site": site, "calibrated on": calibrated, **errors(model, factors, site, heldout)}
-            )
+            table.append({"model": name, "site": site, "calibrated on": calibrated, **errors(model, factors, site, heldout)})
             if stream is rows:
                 table[-1]["first position's share"] = factors[site].provenance["first_position_share"]
             print(table[-1], flush=True)

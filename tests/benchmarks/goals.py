@@ -61,11 +61,7 @@ def grid_point(model: Any, site: str, how: dict[str, Any], texts: Any) -> dict[s
         made = swd.factorize(model, site, tokens=fitted, progress=False, **how)
     except BudgetError:
         return {"edges": None}
-    return {
-        "edges": made.edges,
-        "KL": swd.fidelity(model, made, judged).kl,
-        "text edges": text_edges(model, made, fitted),
-    }
+    return {"edges": made.edges, "KL": swd.fidelity(model, made, judged).kl, "text edges": text_edges(model, made, fitted)}
 
 
 def measure(folder: Path, layers: list[int]) -> None:
@@ -77,9 +73,7 @@ def measure(folder: Path, layers: list[int]) -> None:
         if not file.exists():
             row = single_call(model, site, goal, tokens, heldout)
             write_text(file, json.dumps(row))
-            print(
-                site, goal, row["method"], row["s"], f"{row['other KL'] / goal:.2f}", round(row["seconds"]), flush=True
-            )
+            print(site, goal, row["method"], row["s"], f"{row['other KL'] / goal:.2f}", round(row["seconds"]), flush=True)
     texts = divided(model, tokens, None)
     for site in (f"blocks.{layer}.{kind}" for layer in layers for kind in KINDS):
         for s, share, basis in product(SPARSITIES, SHARES, BASES):
@@ -103,17 +97,7 @@ def calls(folder: Path) -> dict[tuple[str, float], dict[str, Any]]:
 
 
 def table_of_calls(rows: dict[tuple[str, float], dict[str, Any]]) -> Table:
-    columns = [
-        "site",
-        "goal",
-        "method",
-        "s",
-        "edges",
-        "KL judged / goal",
-        "KL on other text / goal",
-        "its se",
-        "seconds",
-    ]
+    columns = ["site", "goal", "method", "s", "edges", "KL judged / goal", "KL on other text / goal", "its se", "seconds"]
     lines = []
     for (site, goal), row in rows.items():
         line = [site, f"{goal:g}", row["method"], f"{row['s']:.3f}", f"{row['edges']:,}", f"{row['KL'] / goal:.2f}"]
@@ -124,9 +108,7 @@ def table_of_calls(rows: dict[tuple[str, float], dict[str, Any]]) -> Table:
 
 def best_of_grid(folder: Path, site: str) -> dict[str, Any] | None:
     """The grid's cheapest point that keeps the goal; None where no grid was measured."""
-    points = {
-        file.stem.partition(" grid ")[2]: json.loads(file.read_text()) for file in folder.glob(f"{site} grid *.json")
-    }
+    points = {file.stem.partition(" grid ")[2]: json.loads(file.read_text()) for file in folder.glob(f"{site} grid *.json")}
     kept = {name: p for name, p in points.items() if p["edges"] is not None and p["KL"] <= GRID_GOAL}
     best = min(kept, key=lambda name: kept[name]["text edges"], default=None)
     return None if best is None else {"setting": best, "tried": len(points), **kept[best]}
@@ -134,16 +116,7 @@ def best_of_grid(folder: Path, site: str) -> dict[str, Any] | None:
 
 def table_of_grids(folder: Path, rows: dict[tuple[str, float], dict[str, Any]]) -> tuple[Table, list[float]]:
     """A line for each matrix whose grid was measured, and the call's edges over the grid's best."""
-    columns = [
-        "site",
-        "the call's method",
-        "s",
-        "text edges",
-        "grid's best",
-        "its text edges",
-        "call / grid",
-        "points tried",
-    ]
+    columns = ["site", "the call's method", "s", "text edges", "grid's best", "its text edges", "call / grid", "points tried"]
     lines, ratios = [], []
     for (site, goal), row in rows.items():
         best = best_of_grid(folder, site) if goal == GRID_GOAL else None

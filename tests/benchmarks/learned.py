@@ -58,12 +58,8 @@ def main() -> None:
     parser.add_argument("--part", choices=("matrix", "sparse", "layers"), default="matrix")
     parser.add_argument("--site", default="blocks.3.mlp_out")
     parser.add_argument("--sparsity", type=float, default=0.9)
-    parser.add_argument(
-        "--trained-out-sparsity", type=float, default=0.75, help="of the SWD beside the last checkpoints"
-    )
-    parser.add_argument(
-        "--n-tokens", type=int, default=1_048_576, help="budget of every trained baseline, each token once"
-    )
+    parser.add_argument("--trained-out-sparsity", type=float, default=0.75, help="of the SWD beside the last checkpoints")
+    parser.add_argument("--n-tokens", type=int, default=1_048_576, help="budget of every trained baseline, each token once")
     parser.add_argument("--test-tokens", type=int, default=65_536)
     parser.add_argument("--prompts", type=int, nargs=2, default=(300, 200), metavar=("TRAIN", "TEST"))
     parser.add_argument("--updates", type=int, default=9_000, help="of sparse pretraining's whole schedule")
@@ -243,9 +239,7 @@ def _sparse(model: Any, args: argparse.Namespace) -> None:
     nonzeros = sparse.provenance
     s = 1 - nonzeros["blocks"] / nonzeros["blocks_entries"]
     solver: dict[str, Any] = {"preset": "quick", "outer_iterations": 4} if args.tiny else {}
-    factors = swd.factorize(
-        model, "all", sparsity=s, tokens=calibration, out=args.folder / "swd", progress=False, **solver
-    )
+    factors = swd.factorize(model, "all", sparsity=s, tokens=calibration, out=args.folder / "swd", progress=False, **solver)
     rows = swd.text_tokens(min(text.numel(), 117_760), split="train", seed=1)
     tuned = swd.finetune(model, factors, rows, out=args.folder / "swd-ft", progress=False)
     host = sparse.load("hooked")
@@ -267,9 +261,7 @@ def _sparse(model: Any, args: argparse.Namespace) -> None:
                 curve = swd.evaluate(where, units, task, scores, random_sets=0)
                 if positions == POSITIONS[0]:
                     row |= {f"{task.name}: margin": curve.q_full, f"{task.name}: accuracy": curve.accuracy_full}
-                both = [
-                    _shown(cost, "{:,.0f}") for cost in (curve.cost_at(sufficiency=0.9), curve.cost_at(necessity=0.5))
-                ]
+                both = [_shown(cost, "{:,.0f}") for cost in (curve.cost_at(sufficiency=0.9), curve.cost_at(necessity=0.5))]
                 row[f"{task.name}, {positions}: suff. 0.9 / half drop"] = " / ".join(both)
         found.append(row)
     print(f"density of the blocks {1 - s:.4f} (the paper's {DENSITY:.4f})\n")
@@ -301,9 +293,7 @@ def _shown(value: Any, how: str) -> str:
 
 def _write(path: Path, args: argparse.Namespace, values: dict[str, Any]) -> None:
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    path.write_text(
-        json.dumps(plain({"settings": settings, "torch": torch.__version__, **values}), indent=1, default=float)
-    )
+    path.write_text(json.dumps(plain({"settings": settings, "torch": torch.__version__, **values}), indent=1, default=float))
 
 
 if __name__ == "__main__":

@@ -40,12 +40,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--matrices", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument(
-        "--measure", choices=MEASURES, help="one measurement, in this process, as a line of JSON per number"
-    )
-    parser.add_argument(
-        "--numbers", type=int, nargs="+", help="tokens or matrices of that measurement, one after the other"
-    )
+    parser.add_argument("--measure", choices=MEASURES, help="one measurement, in this process, as a line of JSON per number")
+    parser.add_argument("--numbers", type=int, nargs="+", help="tokens or matrices of that measurement, one after the other")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.measure is not None:
@@ -148,9 +144,7 @@ def _factorize(calibrated: bool) -> Callable[[int], int]:
 
     def run(n_matrices: int) -> int:
         tokens = _rows(64 * ROW, model.cfg.d_vocab) if calibrated else None
-        found = swd.factorize(
-            model, names[:n_matrices], sparsity=0.5, tokens=tokens, outer_iterations=2, progress=False
-        )
+        found = swd.factorize(model, names[:n_matrices], sparsity=0.5, tokens=tokens, outer_iterations=2, progress=False)
         return _bytes_beyond(model, [found[name] for name in found])
 
     return run
@@ -161,15 +155,7 @@ def _wide_model() -> Any:
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
     shape = HookedTransformerConfig(
-        n_layers=16,
-        d_model=512,
-        n_heads=4,
-        d_head=16,
-        d_mlp=2048,
-        n_ctx=ROW,
-        d_vocab=1000,
-        act_fn="gelu_new",
-        seed=0,
+        n_layers=16, d_model=512, n_heads=4, d_head=16, d_mlp=2048, n_ctx=ROW, d_vocab=1000, act_fn="gelu_new", seed=0
     )
     return HookedTransformer(shape).eval()
 

@@ -72,9 +72,7 @@ REMARKS: dict[str, list[str]] = {
         "run that was killed: every digit as before. 5 minutes more were for neurons and pruned neurons, as their units had been "
         "coordinates of the residual stream in mlp_gate and mlp_in. Now one neuron is three units, one in each matrix."
     ],
-    "audit": [
-        "5 minutes on a quiet machine, most of it the factors of 30 matrices, each on inputs that the earlier ones made."
-    ],
+    "audit": ["5 minutes on a quiet machine, most of it the factors of 30 matrices, each on inputs that the earlier ones made."],
     "edit": ["2 minutes on a quiet machine. Measured anew in the run that was killed: every digit as before."],
     "interactions": [
         "8 minutes on a quiet machine: most of it factorizes 26 matrices, so that inputs follow the replaced model."
@@ -126,9 +124,7 @@ def _by_both_rules(result: ItemResult) -> Table:
         [surface, curve.task, method, *cells_by_both_rules(curve)]
         for surface, of_surface in result.numbers["surfaces"].items()
         for values in of_surface["curves"]
-        for method, curve in [
-            (values["method"], CostCurve.from_dict({k: v for k, v in values.items() if k != "method"}))
-        ]
+        for method, curve in [(values["method"], CostCurve.from_dict({k: v for k, v in values.items() if k != "method"}))]
         if method.startswith(("SWD", "Neurons pruned", "SVD pruned"))
     ]
     title = "Every circuit by sufficiency, as until commit 328dbf3, and by what it recovers"

@@ -151,9 +151,7 @@ def support_f1(truth: Planted, read: Tensor, write: Tensor) -> float:
 def mmcs(truth: Planted, read: Tensor, write: Tensor) -> float:
     """Mean over planted units of the largest |cosine| of rank-one pieces."""
     normed = torch.nn.functional.normalize
-    cosines = (normed(truth.read, dim=0).T @ normed(read, dim=0)) * (
-        normed(truth.write, dim=1) @ normed(write, dim=1).T
-    )
+    cosines = (normed(truth.read, dim=0).T @ normed(read, dim=0)) * (normed(truth.write, dim=1) @ normed(write, dim=1).T)
     return float(cosines.abs().amax(1).mean())
 
 
@@ -180,15 +178,7 @@ def main() -> None:
             f"Means over {args.seeds} seeds. What a row is, and what is measured, is said in tests/benchmarks/planted.py.",
             BEFORE,
         ]
-        record(
-            "known_optima",
-            [table],
-            threads=[args.threads],
-            title="Known optima",
-            section="Solver",
-            order=9,
-            about=about,
-        )
+        record("known_optima", [table], threads=[args.threads], title="Known optima", section="Solver", order=9, about=about)
 
 
 def _cells(row: Row, preset: str, seeds: Sequence[int]) -> list[str]:
@@ -212,14 +202,7 @@ def _cells(row: Row, preset: str, seeds: Sequence[int]) -> list[str]:
         measured.append([*(f(truth, solution.read, solution.write) for f in how), floor, *seconds])
     means = [statistics.mean(column) for column in zip(*measured, strict=True)]
     shown = [f"{value:.{digits}f}" for value, digits in zip(means, (2, 2, 3, 3, 2, 2), strict=True)]
-    return [
-        str(row),
-        row.kind,
-        f"{statistics.mean(sparsities):.3f}",
-        preset,
-        *shown[:-1],
-        shown[-1] * (preset in ANNEALED),
-    ]
+    return [str(row), row.kind, f"{statistics.mean(sparsities):.3f}", preset, *shown[:-1], shown[-1] * (preset in ANNEALED)]
 
 
 if __name__ == "__main__":

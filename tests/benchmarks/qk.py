@@ -78,14 +78,10 @@ def _scan(model: Any, factors: Any, args: argparse.Namespace) -> None:
     assert off < 1e-5, f"the scan's KLs are off by {off}"
     scan, plain, ratio = (statistics.median(some) for some in (scans, plains, ratios))
     print(f"{12 * 12 * 5 * 3} cases: scan {scan:.2f} s, one forward per case {plain:.0f} s ({args.sample} timed)")
-    print(
-        f"plain / scan: median {ratio:.0f} ({min(ratios):.0f} to {max(ratios):.0f}; bar 20), largest KL difference {off:.1e}"
-    )
+    print(f"plain / scan: median {ratio:.0f} ({min(ratios):.0f} to {max(ratios):.0f}; bar 20), largest KL difference {off:.1e}")
 
 
-def _plain(
-    model: Any, factors: Any, made: QKScan, prompts: torch.Tensor, sample: int, turn: int
-) -> tuple[float, float]:
+def _plain(model: Any, factors: Any, made: QKScan, prompts: torch.Tensor, sample: int, turn: int) -> tuple[float, float]:
     """Seconds for the sampled cases, and how far their KLs are from the scan's."""
     frame = made.frame.sort_values(["layer", "head", "q_unit", "k_unit", "prompt"]).reset_index(drop=True)
     step = len(frame) // sample

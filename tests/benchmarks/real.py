@@ -189,12 +189,7 @@ def curve(setting: Setting) -> Iterator[Sequence[str]]:
         measured = setting.part("curve", host=host, **how)
         yield "cost curve, 200 prompts", host, f"{measured['curve']:.0f} s", "60 s"
         times, loop = measured["loop"] / measured["curve"], f"{measured['loop']:.0f} s extrapolated"
-        yield (
-            f"run_with_hooks loop / curve, {measured['interventions']} interventions",
-            host,
-            f"{times:.0f} ({loop})",
-            "60",
-        )
+        yield (f"run_with_hooks loop / curve, {measured['interventions']} interventions", host, f"{times:.0f} ({loop})", "60")
         yield "the same of each further intervention", host, f"{measured['further']:.0f}", ""
         yield "attribution of the prompts before it", host, f"{measured['attribution']:.0f} s", ""
 
@@ -216,9 +211,7 @@ def surfaces(setting: Setting) -> Iterator[Sequence[str]]:
     text += ["--outer-iterations", "4"] if setting.quick else []
     for name, calibrated, bar in (("zero-data", "0", "60 min"), ("calibrated", tokens, "100 min")):
         out = setting.folder / f"{name}{'-quick' if setting.quick else ''}"
-        spent = _resumable(
-            setting, name, "replace", *text, "--tokens", calibrated, "--finetune", "none", "--out", str(out)
-        )
+        spent = _resumable(setting, name, "replace", *text, "--tokens", calibrated, "--finetune", "none", "--out", str(out))
         numbers = json.loads((out / "replacement.json").read_text())["before"]
         yield f"{len(numbers['relmse'])} matrices, {name}", setting.hosts[0], f"{spent['wall'] / 60:.0f} min", bar
         yield f"{name}: peak", setting.hosts[0], f"{spent['peak'] / GB:.1f} GB", "6 GB"

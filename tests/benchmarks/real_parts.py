@@ -161,10 +161,7 @@ def forwards(args: argparse.Namespace) -> dict[str, Any]:
 
     pairs: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
         "calibration": (lambda row: network.model(row, use_cache=False), lambda row: collect_grams(model, site, row)),
-        "fidelity": (
-            lambda row: network(row, use_cache=False).logits,
-            fidelity_pass,
-        ),
+        "fidelity": (lambda row: network(row, use_cache=False).logits, fidelity_pass),
         "curves": (
             lambda row: network(prompts, attention_mask=short, use_cache=False, logits_to_keep=1).logits,
             lambda row: host.last_logits(prompts, token_ids=answers),
@@ -255,12 +252,7 @@ def _random_bridge(folder: Path, vocabulary: int) -> Any:
     """A Llama of two layers with random weights, as a bridge."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape: dict[str, Any] = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
+    shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=vocabulary, num_hidden_layers=2, max_position_embeddings=ROW, **shape)
     LlamaForCausalLM(config).save_pretrained(folder)
     load_tokenizer(WEIGHTS).save_pretrained(folder)

@@ -83,9 +83,7 @@ class Table:
     def __post_init__(self) -> None:
         for row in self.rows:
             if len(row) != len(self.columns):
-                raise ResultsError(
-                    f"table {self.title!r}: a row has {len(row)} cells for {len(self.columns)} columns: {row}"
-                )
+                raise ResultsError(f"table {self.title!r}: a row has {len(row)} cells for {len(self.columns)} columns: {row}")
             if any("|" in cell for cell in row):
                 raise ResultsError(f"table {self.title!r}: a cell holds '|', which ends a cell in Markdown: {row}")
         if self.align and len(self.align) != len(self.columns):
@@ -166,8 +164,7 @@ def read_result(path: Path) -> Result:
         value = json.loads(path.read_text(encoding="utf-8"))
         checked = _checked_fields(value, Result, path.stem)
         tables = [
-            Table(**_checked_fields(table, Table, f"table {number}"))
-            for number, table in enumerate(checked.pop("tables"), 1)
+            Table(**_checked_fields(table, Table, f"table {number}")) for number, table in enumerate(checked.pop("tables"), 1)
         ]
         result = Result(**checked, tables=tables)
     except (json.JSONDecodeError, ResultsError) as error:
@@ -284,9 +281,7 @@ def record(
         earlier = read_result(path)
         result = replace(earlier, **given, **measured)
         if result.about or result.notes:
-            print(
-                f"{path.name}: sentences written at commit {earlier.commit} are kept; read them beside the new tables"
-            )
+            print(f"{path.name}: sentences written at commit {earlier.commit} are kept; read them beside the new tables")
     else:
         missing = sorted({"title", "section", "order", "about"} - set(given))
         if missing:
@@ -372,9 +367,7 @@ def _git(*arguments: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write RESULTS.md and README.md's tables from the files of results.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a document is stale")
-    parser.add_argument(
-        "--record", metavar="NAME", help="run the command that follows; its tables go to results/NAME.json"
-    )
+    parser.add_argument("--record", metavar="NAME", help="run the command that follows; its tables go to results/NAME.json")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="of --record")
     args = parser.parse_args()
     if bool(args.command) != bool(args.record):

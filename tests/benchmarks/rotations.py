@@ -192,9 +192,7 @@ def curves_of_site(model: Any, site: Any, texts: Any, name: str, where: str, onl
     if not only:
         sets[("exact", 0)] = baselines.neurons(model, site.name, side)
     if where == OWN and not only:
-        sets[("whitened SVD by head", 0)] = baselines.svd(
-            model, site.name, whitened=True, by_head=True, tokens=texts[0]
-        )
+        sets[("whitened SVD by head", 0)] = baselines.svd(model, site.name, whitened=True, by_head=True, tokens=texts[0])
         if name == "default":
             sets[("whitened SVD", 0)] = baselines.svd(model, site.name, whitened=True, tokens=texts[0])
     positions = "all" if site.kind in ALL_POSITIONS else "scoring"
@@ -214,9 +212,7 @@ def task_costs(model: Any, site: Any, sets: Mapping[str, Any], name: str) -> dic
     wanted = [label for label in sets if label.endswith(("|0", "|0.75"))]
     return {
         label: {
-            "circuits": {
-                task: row_of_task(model, of, site, sets[label][site.name])["recovered"] for task, of in prompts.items()
-            }
+            "circuits": {task: row_of_task(model, of, site, sets[label][site.name])["recovered"] for task, of in prompts.items()}
         }
         for label in wanted
     }
@@ -249,9 +245,7 @@ def _input_gram(model: Any, layer: int, circuit: str, texts: Any) -> torch.Tenso
 def errors(text: Text, layers: Sequence[int]) -> list[dict[str, Any]]:
     """The relMSE alone at s = .75, which is cheap on a larger host: a row for each block and matrix, by where dimensions lie."""
     model, *texts = text()
-    sites = [
-        swd.find_sites(model, f"blocks.{x}.{kind}")[0] for x in layers for pair in CIRCUITS.values() for kind in pair
-    ]
+    sites = [swd.find_sites(model, f"blocks.{x}.{kind}")[0] for x in layers for pair in CIRCUITS.values() for kind in pair]
     grams, rows = collect_grams(model, sites, texts[0]).by_site, []
     for site in sites:
         circuit = "value" if site.kind in CIRCUITS["value"] else "scores"
@@ -291,9 +285,7 @@ def exact_circuits(text: Text, place: str, task: str) -> dict[str, Any]:
     return rows
 
 
-def _turned(
-    weight: torch.Tensor, gram: torch.Tensor, kind: str, turn: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _turned(weight: torch.Tensor, gram: torch.Tensor, kind: str, turn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix and its Gram, as a host with these rotations has them."""
     width = len(weight) if kind == "attn_o" else weight.shape[1]
     of_heads = torch.block_diag(*turn.repeat_interleave(width // (len(turn) * turn.shape[-1]), 0)).to(weight)
@@ -316,10 +308,7 @@ def choice(text: Text, circuit: str, folder: Path) -> list[list[str]]:
         curves = [curves_of_site(made, site, texts, text.name, TURNED, ["pruned"])["pruned"] for site in sites]
         return {"sparse": float(torch.as_tensor(sparse).mean()), "curves": curves}
 
-    parts = {
-        how: kept(folder / f"choice {circuit} {how}.json", lambda how=how: at(how))
-        for how in [None, *CANDIDATES[circuit]]
-    }
+    parts = {how: kept(folder / f"choice {circuit} {how}.json", lambda how=how: at(how)) for how in [None, *CANDIDATES[circuit]]}
     rows = []
     for how, part in parts.items():
         levels = [[p["kl"] for p in own if p["s"] in LEVELS[text.name]] for own in parts[None]["curves"]]

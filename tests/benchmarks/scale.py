@@ -38,16 +38,12 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="start a 17408 x 5120 factorization")
     parser.add_argument("--presets", nargs="+", default=["best"], help="of --large")
     parser.add_argument("--iterations", type=int, default=3, help="of --large: outer iterations before it is stopped")
-    parser.add_argument(
-        "--to-the-end", action="store_true", help="of --large: a schedule of --iterations, with all that follows"
-    )
+    parser.add_argument("--to-the-end", action="store_true", help="of --large: a schedule of --iterations, with all that follows")
     parser.add_argument("--shape", type=int, nargs=2, default=LARGE, metavar=("D_IN", "D_OUT"), help="of --large")
     parser.add_argument("--gpt2", action="store_true", help="factorize all matrices of a GPT-2-small-size host")
     parser.add_argument("--layers", type=int, default=12, help="of --gpt2: fewer, to try it")
     parser.add_argument("--rounding", choices=("reference", "exact"), default="reference", help="of --gpt2")
-    parser.add_argument(
-        "--tokens", type=int, default=0, help="of --gpt2: calibration tokens (random ids); 0 = zero-data"
-    )
+    parser.add_argument("--tokens", type=int, default=0, help="of --gpt2: calibration tokens (random ids); 0 = zero-data")
     parser.add_argument("--out", type=Path, help="of --gpt2: folder of the factors; the same call again goes on there")
     parser.add_argument("--workers", help="of --gpt2: passed to factorize: a number, or ray")
     parser.add_argument("--threads", type=int, default=2)
@@ -134,9 +130,7 @@ def _bytes_since(before: int) -> int:
 
 
 def _kilobytes(word: str) -> int:
-    return next(
-        int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(word)
-    )
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(word))
 
 
 # ---------------------------------------------------------------------------------------------- GPT-2 small
@@ -161,9 +155,7 @@ def _gpt2(args: argparse.Namespace) -> None:
     wrong = {name: f.edges for name, f in factors.items() if f.edges != _expected((f.d_in, f.d_out), args.rounding)}
     short = f"NOT the {expected:,} expected: {wrong}"
     if args.rounding == "reference" and all(0 < _expected_of(factors[name]) - n <= 4 for name, n in wrong.items()):
-        short = (
-            f"{expected - factors.edges} less than {expected:,}: {wrong} (entries that tie at a threshold are dropped)"
-        )
+        short = f"{expected - factors.edges} less than {expected:,}: {wrong} (entries that tie at a threshold are dropped)"
     verdict = "as expected" if factors.edges == expected and not wrong else short
     print(f"{len(factors)} matrices in {minutes:.1f} min: {factors.edges:,} nonzeros, {verdict}")
 

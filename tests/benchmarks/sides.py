@@ -181,11 +181,7 @@ def _told(text: float, measured: Mapping[str, Mapping[str, Any]]) -> dict[str, A
         for s in SPARSITIES:
             paper, limit = _edges(measured, f"SWD s={s}", of), measured[f"SWD s={s}"]["ce_delta"] + TOLERANCE
             rivals = [f"SWD from {side}s s={each}" for each in SPARSITIES]
-            fair = [
-                _edges(measured, label, of)
-                for label in rivals
-                if label in measured and measured[label]["ce_delta"] <= limit
-            ]
+            fair = [_edges(measured, label, of) for label in rivals if label in measured and measured[label]["ce_delta"] <= limit]
             least = min(filter(None, fair), default=None)
             told[f"paper s={s} {of}"] = least / paper if least and paper else None
         plain = _edges(measured, "SWD s=0.5", of)
@@ -216,13 +212,7 @@ def _of_cell(cell: Cell, pair: str) -> float | None:
 
 def _sides_table(cells: Sequence[Cell]) -> Table:
     rows = [
-        [
-            cell["model"],
-            cell["task"],
-            cell["site"],
-            _shown(cell["text"]),
-            *(_shown(_of_cell(cell, pair)) for pair in PAIRS),
-        ]
+        [cell["model"], cell["task"], cell["site"], _shown(cell["text"]), *(_shown(_of_cell(cell, pair)) for pair in PAIRS)]
         for cell in cells
     ]
     title = "Edges on the side of inputs over edges on that of outputs (geometric mean of both thresholds)"
@@ -273,9 +263,7 @@ def _basis_table(cells: Sequence[Cell]) -> Table:
     rows = []
     for group, of_group in _groups(cells).items():
         rows.append([group, *(_shown(_mean([_of_cell(cell, label) for cell in of_group])) for label in BASES)])
-    title = (
-        "Edges over those of SWD from the short side at s=.5, whatever the CE (geometric means of cells and thresholds)"
-    )
+    title = "Edges over those of SWD from the short side at s=.5, whatever the CE (geometric means of cells and thresholds)"
     return Table(title, ["cells", *BASES], rows, ["left"] + ["right"] * len(BASES))
 
 

@@ -44,18 +44,7 @@ HELDOUT = {"smollm2": 8_192, "default": 65_536}
 OURS, BEFORE = "default", "short side"
 EXACT = ("neurons", "SVD", "SVD whitened")
 MATTERS = 0.1  # of the margin: a matrix that costs less is none that the task needs
-COLUMNS = [
-    "task",
-    "site",
-    "s",
-    "basis",
-    "KL",
-    "CE delta",
-    "edges",
-    "recovered (test)",
-    "short side: KL",
-    "short side: edges",
-]
+COLUMNS = ["task", "site", "s", "basis", "KL", "CE delta", "edges", "recovered (test)", "short side: KL", "short side: edges"]
 COLUMNS += ["cheapest rival no worse", "its edges", "ours / rival", "seconds", "short side: seconds"]
 
 
@@ -195,17 +184,11 @@ def summary(folder: Path, models: list[str]) -> Table:
                 rows = kept(folder, model, task, place)
                 cells += [(rows, s) for s in SPARSITIES if rows[f"{OURS} s={s}"]["recovered"][1] is not None]
         ours = [rows[f"{OURS} s={s}"] for rows, s in cells]
-        line = [
-            f"{NAMES[model]}, {KINDS[kind]}",
-            f"{len(cells)}",
-            _spread([row["recovered"][1] for row in ours], ",.0f"),
-        ]
+        line = [f"{NAMES[model]}, {KINDS[kind]}", f"{len(cells)}", _spread([row["recovered"][1] for row in ours], ",.0f")]
         for name in (*BESIDE, "neurons"):
             rivals = [rows[f"{name} s={s}" if name in BESIDE else name] for rows, s in cells]
             pairs = [(rival, own) for rival, own in zip(rivals, ours, strict=True) if rival["recovered"][1] is not None]
-            line.append(
-                _spread([rival["recovered"][1] / own["recovered"][1] for rival, own in pairs], ".2g") + " times"
-            )
+            line.append(_spread([rival["recovered"][1] / own["recovered"][1] for rival, own in pairs], ".2g") + " times")
             if name in BESIDE:
                 line.append(_spread([rival["kl"] / own["kl"] for rival, own in pairs], ".2g") + " times")
         lines.append(line)

@@ -45,11 +45,7 @@ CALIBRATED = {
     "deep": {"preset": "deep"},
     "deep, 2x units": {"preset": "deep", "units": "2x"},
 }
-ZERO_DATA = {
-    "best, zero-data": {},
-    "thorough, zero-data": {"preset": "thorough"},
-    "best, 2x units, zero-data": {"units": "2x"},
-}
+ZERO_DATA = {"best, zero-data": {}, "thorough, zero-data": {"preset": "thorough"}, "best, 2x units, zero-data": {"units": "2x"}}
 COLUMNS = ["setting", "error, ours / reference", "worst row", "time, ours / reference", "worst row"]
 Ratios = dict[str, list[tuple[float, float]]]  # setting -> (error ratio, time ratio) of each row
 
@@ -114,17 +110,11 @@ def _error(approximation: Tensor, weight: Tensor, gram: Tensor | None) -> float:
     if gram is None:
         return float((weight - approximation).double().norm() / weight.double().norm())
     residual = (weight - approximation).double()
-    return float(
-        (residual * (gram.double() @ residual)).sum() / (weight.double() * (gram.double() @ weight.double())).sum()
-    )
+    return float((residual * (gram.double() @ residual)).sum() / (weight.double() * (gram.double() @ weight.double())).sum())
 
 
 def _against_reference(
-    reference: Callable[..., tuple[Tensor, float]],
-    golden: Path,
-    settings: dict[str, dict],
-    calibrated: bool,
-    repeats: int,
+    reference: Callable[..., tuple[Tensor, float]], golden: Path, settings: dict[str, dict], calibrated: bool, repeats: int
 ) -> Ratios:
     rows: Ratios = {name: [] for name in settings}
     for matrix in MATRICES:
@@ -199,11 +189,7 @@ def _few_tokens(encoder: Path, text: Path, tokens: int = 1024, heldout: int = 65
     rows = torch.tensor(ids[: tokens + heldout]).view(-1, 128)
     model = BertModel.from_pretrained(encoder).eval()
     block = model.encoder.layer[3]
-    sites = {
-        "mlp_in": block.intermediate.dense,
-        "mlp_out": block.output.dense,
-        "attn_out": block.attention.output.dense,
-    }
+    sites = {"mlp_in": block.intermediate.dense, "mlp_out": block.output.dense, "attn_out": block.attention.output.dense}
     seen: dict[str, list[Tensor]] = {name: [] for name in sites}
     for name, module in sites.items():
         module.register_forward_hook(lambda _m, args, _o, name=name: seen[name].append(args[0].detach().flatten(0, 1)))
@@ -222,9 +208,7 @@ def _few_tokens(encoder: Path, text: Path, tokens: int = 1024, heldout: int = 65
             paper = solve(weight, gram, sparsity, preset="paper").relmse(held)
             with_ = shrunk.relmse(held)
             label = f"{name} (d_in {len(weight)}, shrinkage {shrunk.settings['shrinkage']:.2f})"
-            print(
-                f"| {label} | {sparsity} | {plain:.5f} | {with_:.5f} | {with_ / plain:.3f} | {paper:.5f} |", flush=True
-            )
+            print(f"| {label} | {sparsity} | {plain:.5f} | {with_:.5f} | {with_ / plain:.3f} | {paper:.5f} |", flush=True)
 
 
 if __name__ == "__main__":

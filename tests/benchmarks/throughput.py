@@ -47,11 +47,7 @@ class Version:
     """One version's process."""
 
     def __init__(self, folder: Path, threads: int):
-        environment = os.environ | {
-            "PYTHONPATH": str(folder),
-            "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "passive",
-        }
+        environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
         script = str(ROOT / "tests" / "benchmarks" / "solving.py")
         self._process = subprocess.Popen(
             [sys.executable, script, str(threads), str(TOKENS)],
@@ -92,7 +88,7 @@ def main() -> None:
         layers = f"{first} to {last}" if without_gaps else ", ".join(map(str, args.layers))
         about = [
             f"All matrices of layers {layers} at s = .5; Grams of {TOKENS:,} tokens of presidents' "
-            f"addresses, relMSE under that of the next {TOKENS:,}. Beside the default of {args.before}, in turns.",
+            f"addresses, relMSE under that of the next {TOKENS:,}. Beside the default of {args.before}, in turns."
         ]
         title = "The solver's throughput on a real model, beside an older version"
         record("throughput", [table], threads=[args.threads], title=title, section="Solver", order=4, about=about)

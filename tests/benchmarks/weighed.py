@@ -64,7 +64,7 @@ def main() -> None:
         about = [
             "`factorize(..., weigh_outputs=True)` refits the values of both factors, supports held, so that errors of an output "
             "count as the loss's gradients there say (K-FAC's two factors). The edges are the same on both sides of a row. "
-            "Held-out text; the standard error is that of the difference of the two CE, paired over rows.",
+            "Held-out text; the standard error is that of the difference of the two CE, paired over rows."
         ]
         record(
             "weighed",
@@ -128,21 +128,10 @@ def _table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
     ratios = sorted(row["kl"][1] / row["kl"][0] for row in rows)
     title = "SmolLM2-135M" if name == "smollm2" else "The embedded model"
     title = f"{title}: KL weighed over plain, geometric mean {mean:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-    return Table(
-        title, ["site", "solver", "s", "edges", *_COLUMNS], cells, ["left"] * 2 + ["right"] * (2 + len(_COLUMNS))
-    )
+    return Table(title, ["site", "solver", "s", "edges", *_COLUMNS], cells, ["left"] * 2 + ["right"] * (2 + len(_COLUMNS)))
 
 
-_COLUMNS = [
-    "KL",
-    "KL weighed",
-    "ratio",
-    "CE delta",
-    "CE delta weighed",
-    "se of the difference",
-    "relMSE",
-    "relMSE weighed",
-]
+_COLUMNS = ["KL", "KL weighed", "ratio", "CE delta", "CE delta weighed", "se of the difference", "relMSE", "relMSE weighed"]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

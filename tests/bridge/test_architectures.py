@@ -15,9 +15,7 @@ from tests import families
 from tests.which_models import PAGE, Tried
 
 # Depthwise convolutions, scans and hyper-connections, which weigh much in these tiny checkpoints.
-PARTLY_DENSE = {
-    *("DeepseekV4", "FalconH1", "FalconMamba", "Jamba", "Lfm2", "Lfm2Moe", "Mamba", "Mamba2", "OlmoHybrid", "Rwkv"),
-}
+PARTLY_DENSE = {*("DeepseekV4", "FalconH1", "FalconMamba", "Jamba", "Lfm2", "Lfm2Moe", "Mamba", "Mamba2", "OlmoHybrid", "Rwkv")}
 # Also at full size: the step sizes of their scans are a fiftieth of all.
 SCANS = {"Mamba", "FalconMamba"}
 # Their MLPs read a mix of what the norm makes of this position and of the one before, which a frozen run finds out.

@@ -39,9 +39,7 @@ def test_heads_are_named_where_the_attention_has_them():
     assert names["blocks.0.attn_q"].startswith("Q head ") and names["blocks.0.attn_v"].startswith("V head ")
     assert set(found.unit("blocks.0.attn_k/0").writes.heads) <= {"K head 0", "K head 1"}
     linear = families.bridge("qwen3_5")
-    profile = audit(linear, sparse_factors(linear, "blocks.0.attn_o", units=5), TOKENS, progress=False).unit(
-        "blocks.0.attn_o/0"
-    )
+    profile = audit(linear, sparse_factors(linear, "blocks.0.attn_o", units=5), TOKENS, progress=False).unit("blocks.0.attn_o/0")
     assert profile.reads.strongest[0][0].startswith("input ") and profile.reads.heads == {}
 
 

@@ -22,9 +22,7 @@ def test_a_sparse_model_is_trained_loaded_and_its_channels_judged_together(tmp_p
     settings = {"updates": 12, "tokens_per_update": 48, "warmup": 0.2, "learning_rate": 0.03, "progress": False}
     made = baselines.sparse_pretrain(families.bridge("gpt2"), TEXT, out=tmp_path, heldout=TEXT, **settings)
     model = made.load("bridge")
-    assert (
-        model.cfg.default_prepend_bos is False
-    )  # its training text had none, whatever the tokenizer's own model begins with
+    assert model.cfg.default_prepend_bos is False  # its training text had none, whatever the tokenizer's own model begins with
     channels = baselines.channels_of(model)
     # A fifth of (16, 64) and of (64, 16), twice; every bias has moved from 0.
     assert [units.edges for units in channels.values()] == [204 + 204 + 64] * 2

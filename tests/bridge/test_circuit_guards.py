@@ -64,9 +64,7 @@ def test_direct_effects_in_the_last_layer_are_all_effects():
     direct, first = (
         swd.attribute(model, factors, split, score=score, sign="signed") for score in ("direct_logit", "first_order")
     )
-    torch.testing.assert_close(
-        direct.scores["blocks.1.mlp_out"], first.scores["blocks.1.mlp_out"], rtol=1e-4, atol=1e-6
-    )
+    torch.testing.assert_close(direct.scores["blocks.1.mlp_out"], first.scores["blocks.1.mlp_out"], rtol=1e-4, atol=1e-6)
 
 
 def test_prompts_of_another_host_and_of_another_beginning_are_refused():

@@ -32,9 +32,7 @@ def split_for(model, n, seed, name):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def made(request):
-    model = families.bridge(
-        request.param
-    ).double()  # in float32 rounding differs between processors by more than is allowed
+    model = families.bridge(request.param).double()  # in float32 rounding differs between processors by more than is allowed
     return model, swd_zero_data(model, "all"), split_for(model, 6, 1, "train"), split_for(model, 6, 6, "test")
 
 
@@ -45,9 +43,7 @@ def test_scores_are_those_of_whole_prompts_one_by_one(made, score, positions):
     model, factors, train, _ = made
     fast = attribute(model, factors, train, score=score, positions=positions, steps=2, sign="signed")
     with attach(model, factors):
-        slow = [
-            slow_contributions(model, factors, train, i, score, positions, fast.means, 2) for i in range(len(train))
-        ]
+        slow = [slow_contributions(model, factors, train, i, score, positions, fast.means, 2) for i in range(len(train))]
     for site in factors:
         expected = torch.stack([one[site].double() for one in slow]).mean(0).float()
         torch.testing.assert_close(fast.scores[site], expected, rtol=1e-4, atol=1e-5)

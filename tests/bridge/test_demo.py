@@ -24,8 +24,7 @@ from tests.embedded import score
 
 SITE = "blocks.3.mlp_out"
 needs_hooked_transformer = pytest.mark.skipif(
-    int(metadata.version("transformer_lens").split(".")[0]) >= 4,
-    reason="this transformer_lens has no HookedTransformer",
+    int(metadata.version("transformer_lens").split(".")[0]) >= 4, reason="this transformer_lens has no HookedTransformer"
 )
 
 
@@ -38,9 +37,7 @@ def load(kind, dtype=torch.float32):
 def walk(kind):
     """Factors, fidelity, scores and curve of one site, made and measured on one kind of host."""
     model, tokens = load(kind), swd.text_tokens(2048, split="train")
-    factors = swd.factorize(
-        load(kind, torch.float64), SITE, sparsity=0.5, tokens=tokens, outer_iterations=4, progress=False
-    )
+    factors = swd.factorize(load(kind, torch.float64), SITE, sparsity=0.5, tokens=tokens, outer_iterations=4, progress=False)
     task = swd.load_task("greater_than", model, n_train=40, n_test=20)
     scores = swd.attribute(model, factors, task)
     found = swd.fidelity(model, factors, swd.text_tokens(2048, split="test"))
@@ -172,9 +169,7 @@ def test_a_bridge_that_keeps_no_prefix_gives_the_same_scores_and_curves(bridge, 
 def test_units_that_no_hook_sees_are_an_error(bridge, walked, monkeypatch):
     kind = type(host_of(bridge))
     last_logits = kind.last_logits
-    monkeypatch.setattr(
-        kind, "last_logits", lambda self, *a, **k: (self.model.reset_hooks(), last_logits(self, *a, **k))[1]
-    )
+    monkeypatch.setattr(kind, "last_logits", lambda self, *a, **k: (self.model.reset_hooks(), last_logits(self, *a, **k))[1])
     task = swd.load_task("greater_than", bridge, n_train=4, n_test=4)
     with pytest.raises(swd.UnsupportedHostError, match=r"never showed the units of blocks\.3\.mlp_out"):
         swd.attribute(bridge, walked[0], task)
@@ -206,9 +201,7 @@ def test_factorize_a_checkpoint_folder(tmp_path, family):
     text = tmp_path / "text.txt"
     text.write_text(" ".join(["So Mary is a really great friend, isn't she"] * 400))
     arguments = ["--sites", "mlp_out", "--text", text, *SMALL, "--json"]
-    result = run(
-        "factorize", "--model", families.checkpoint(family), "--host", "bridge", "--out", tmp_path / "f", *arguments
-    )
+    result = run("factorize", "--model", families.checkpoint(family), "--host", "bridge", "--out", tmp_path / "f", *arguments)
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     assert printed["provenance"]["model"] == families.checkpoint(family).name

@@ -31,9 +31,7 @@ def logits_of(model, tokens=TOKENS):
 def test_its_matrices_are_called_with_flat_rows(model):
     """Else there would be nothing to test here."""
     shapes = []
-    with_hook = model.blocks[0].mlp.out.original_component.register_forward_pre_hook(
-        lambda _, args: shapes.append(args[0].shape)
-    )
+    with_hook = model.blocks[0].mlp.out.original_component.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))
     logits_of(model)
     with_hook.remove()
     assert shapes == [(33, 32)]

@@ -19,8 +19,7 @@ TOKENS = families.some_tokens(rows=1, pos=7)[0].tolist()
 
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
-    "name",
-    ["Llama", "Qwen3", "Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4", "Phi3", "NanoChat", "Apertus", "Granite"],
+    "name", ["Llama", "Qwen3", "Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4", "Phi3", "NanoChat", "Apertus", "Granite"]
 )
 def test_contributions_add_up_where_there_are_no_biases(name):
     """RMSNorm, rotary positions, grouped heads, gated MLPs, and no bias anywhere: nothing is left of any linear target.
@@ -31,9 +30,7 @@ def test_contributions_add_up_where_there_are_no_biases(name):
     kinds = {site.kind for site in host_of(model).sites()}
     assert kinds <= {"attn_q", "attn_k", "attn_v", "attn_qkv", "attn_o", "mlp_in", "mlp_gate", "mlp_out"}
     factors = random_factors(model, *kinds)
-    graph = unit_graph(
-        model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=5, isolated=True, answers=2
-    )
+    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=5, isolated=True, answers=2)
     linear, curved = [], []
     for row in records(graph.nodes):
         if row["kind"] != "token":
@@ -52,9 +49,7 @@ def test_the_same_graph_on_both_hosts(name, attention):
     graphs = []
     for model in (families.hooked(name), families.bridge(name)):
         factors = random_factors(model, "attn_v", "attn_o", "mlp_in", "mlp_out")
-        graphs.append(
-            unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention=attention, keep=None, answers=[9])
-        )
+        graphs.append(unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention=attention, keep=None, answers=[9]))
     hooked, bridge = (graph.edges.set_index(["source", "target"]).sort_index() for graph in graphs)
     assert list(hooked.index) == list(bridge.index) and len(hooked) > 100
     for column in ("weight", "contribution"):

@@ -27,11 +27,7 @@ def test_every_matrix_of_every_family(family, calibration, tmp_path):
     swd.attach(model, FactorSet.load(tmp_path)).detach()  # with the probes of all sites
     # The last matrix of all, from whole forwards behind what stood before it.
     last = find_sites(model)[-1]
-    before = {
-        n: f
-        for n, f in made.items()
-        if n != last.name and (calibration == "corrected" or f"blocks.{last.layer}" not in n)
-    }
+    before = {n: f for n, f in made.items() if n != last.name and (calibration == "corrected" or f"blocks.{last.layer}" not in n)}
     weight, dense = host_of(model).weight(last), inputs(model, last, tokens)
     with swd.attach(model, before):
         gram, replaced = (

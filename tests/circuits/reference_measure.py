@@ -280,12 +280,7 @@ def _replaced(pairs: Mapping[str, Pair], ranking: Sequence[Unit], lengths: Seque
 
 
 def _values(
-    model: Model,
-    pairs: Mapping[str, Pair],
-    corrupt: list[int] | None,
-    means: Mapping[str, Tensor],
-    ablation: str,
-    positions: str,
+    model: Model, pairs: Mapping[str, Pair], corrupt: list[int] | None, means: Mapping[str, Tensor], ablation: str, positions: str
 ) -> dict[str, Tensor]:
     """site -> (pos or 1, unit): what a replaced unit is set to on one prompt."""
     if ablation == "zero":

@@ -86,9 +86,7 @@ def slow_means(found: list[dict[str, Tensor]], mean_over: str) -> dict[str, Tens
             means[site] = torch.cat(z).mean(0)
         else:
             longest = max(len(one) for one in z)
-            rows = [
-                torch.stack([one[-back] for one in z if len(one) >= back]).mean(0) for back in range(longest, 0, -1)
-            ]
+            rows = [torch.stack([one[-back] for one in z if len(one) >= back]).mean(0) for back in range(longest, 0, -1)]
             means[site] = torch.stack(rows)
     return means
 
@@ -160,9 +158,7 @@ def slow_contributions(
         elif score == "ablation":
             whole = float(margin_of(last_logits(model, split.tokens[i]).detach(), split, i))
             alone = torch.eye(f.n_units, dtype=torch.bool)
-            found[site] = torch.tensor(
-                [whole - margin_with(model, split, i, {site: unit}, mu, positions) for unit in alone]
-            )
+            found[site] = torch.tensor([whole - margin_with(model, split, i, {site: unit}, mu, positions) for unit in alone])
         else:  # direct_logit
             seen: dict[str, Tensor] = {}
             name = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"

@@ -83,9 +83,7 @@ def test_corrupt_prompts_that_lack_or_do_not_fit_are_named(toy):
     split = able_split(same_lengths=False)
     scoring, everywhere = (attribute(model, factors, TRAIN, positions=p) for p in ("scoring", "all"))
     evaluate(model, factors, split, scoring, ablation="resample")
-    with pytest.raises(
-        TaskError, match=r"same length; \d of 7 test prompts of 'by hand' differ, the first has \d tokens"
-    ):
+    with pytest.raises(TaskError, match=r"same length; \d of 7 test prompts of 'by hand' differ, the first has \d tokens"):
         evaluate(model, factors, split, everywhere, ablation="resample")
     holes = replace(split, corrupt=(split.corrupt[0], None, *split.corrupt[2:]))
     with pytest.raises(TaskError, match="1 of 7 test prompts of 'by hand' have none, the first is 'prompt 1'"):

@@ -34,9 +34,7 @@ def slow(model, few):
         means = slow_means(seen, mean_over)
         if key not in kept:
             with attach(model, few):
-                kept[key] = [
-                    slow_contributions(model, few, SPLIT, i, score, positions, means, STEPS) for i in range(len(SPLIT))
-                ]
+                kept[key] = [slow_contributions(model, few, SPLIT, i, score, positions, means, STEPS) for i in range(len(SPLIT))]
         return kept[key], means
 
     return get
@@ -80,9 +78,7 @@ def test_ties_go_by_site_in_execution_order_then_by_unit_however_the_sites_are_g
 @pytest.mark.parametrize("score", SCORES)
 def test_no_site_is_treated_as_another_however_the_sites_are_given(model, few, score):
     how = {"score": score, "steps": 1, "positions": "all"}
-    forward, backward = (
-        attribute(model, given, SPLIT, **how) for given in (few, {site: few[site] for site in reversed(few)})
-    )
+    forward, backward = (attribute(model, given, SPLIT, **how) for given in (few, {site: few[site] for site in reversed(few)}))
     assert forward.ranking() == backward.ranking()
     for site in few:
         assert torch.equal(forward.scores[site], backward.scores[site])

@@ -51,9 +51,7 @@ def test_of_factors_nonzeros_count_and_of_exact_controls_every_entry(model):
     assert unit_bits_of(baselines.neurons(model, SITE))[SITE].tolist() == pytest.approx([by_hand(1, 16, 32, 16)] * 32)
     sparse = swd_zero_data(model, SITE)
     f = sparse[SITE]
-    expected = [
-        by_hand(int((f.read[:, i] != 0).sum()), int((f.write[i] != 0).sum()), f.d_in, f.d_out) for i in range(f.n_units)
-    ]
+    expected = [by_hand(int((f.read[:, i] != 0).sum()), int((f.write[i] != 0).sum()), f.d_in, f.d_out) for i in range(f.n_units)]
     assert unit_bits_of(UnitSet.of(model, sparse))[SITE].tolist() == pytest.approx(expected, rel=1e-10)
 
 

@@ -44,10 +44,7 @@ def toy():
 def test_counts_masks_and_names():
     assert (ONE.n_units, ONE.n_edges) == (3, 0 + 5 + 1)
     assert ONE.names == ["b/2", "a/0", "b/0"]
-    assert {site: mask.tolist() for site, mask in ONE.masks("ablate").items()} == {
-        "a": [True, False],
-        "b": [True, False, True],
-    }
+    assert {site: mask.tolist() for site, mask in ONE.masks("ablate").items()} == {"a": [True, False], "b": [True, False, True]}
     assert ONE.masks("keep")["b"].tolist() == [False, True, False]
     assert repr(ONE) == "Circuit(by hand: 3 of 5 units in 2 sites, 6 edges)" and "b" in ONE._repr_html_()
 
@@ -101,11 +98,7 @@ def test_two_circuits_side_by_side():
     assert (ONE & other).units == (("b", 2), ("a", 0)) and (other & ONE).units == (("a", 0), ("b", 2))
     assert (ONE | other).units == (*ONE.units, ("a", 1)) and (ONE - other).units == (("b", 0),)
     assert (ONE & other).scores is ONE.scores and (ONE & other).table()["rank"].tolist() == [1, 2]
-    assert (ONE & other).provenance == {
-        "kind": "and",
-        "this": {"kind": "own"},
-        "other": {"kind": "own", "task": "another"},
-    }
+    assert (ONE & other).provenance == {"kind": "and", "this": {"kind": "own"}, "other": {"kind": "own", "task": "another"}}
     assert (ONE - ONE).side_by_side(by_hand()).empty
     elsewhere = UnitScores(SCORES.scores, SCORES.means, {**SCORES.settings, "factors": {"a": "x", "b": "z"}})
     for compared in (Circuit.side_by_side, Circuit.__and__, Circuit.__or__, Circuit.__sub__):
@@ -160,10 +153,7 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="is not a circuit file"):
         Circuit.load(path)
     save_file({"w": torch.zeros(2)}, path, {"format": "swd_lens circuit", "about": json.dumps({"version": 2})})
-    with (
-        pytest.warns(UnsealedFileWarning),
-        pytest.raises(ValueError, match="has circuit format 2, this swd_lens reads up to 1"),
-    ):
+    with pytest.warns(UnsealedFileWarning), pytest.raises(ValueError, match="has circuit format 2, this swd_lens reads up to 1"):
         Circuit.load(path)
 
 
@@ -236,9 +226,7 @@ def test_a_circuit_of_ones_own_choice(toy, tmp_path):
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize(
-    ("positions", "mean_over"), [("scoring", "scoring"), ("all", "all_tokens"), ("all", "per_position")]
-)
+@pytest.mark.parametrize(("positions", "mean_over"), [("scoring", "scoring"), ("all", "all_tokens"), ("all", "per_position")])
 @pytest.mark.parametrize("ablation", ["mean", "zero"])
 def test_attached_it_does_what_it_was_judged_by_and_leaves_no_trace(toy, positions, mean_over, ablation):
     model, factors, train = toy

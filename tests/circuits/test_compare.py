@@ -71,9 +71,7 @@ def test_an_encode_decode_pair_takes_the_road_of_the_factors_it_computes(model, 
     np.testing.assert_allclose(rows["pair"].to_numpy(), rows["factors"].to_numpy(), rtol=1e-5, atol=1e-5)
     text = torch.stack([prompt[-1:].repeat(4) for prompt in TOY.test.tokens])
     one, other = (fidelity(model, {SITE: units}, text) for units in (f, Pair()))
-    assert one.kl == pytest.approx(other.kl, rel=1e-4) and one.relmse[SITE] == pytest.approx(
-        other.relmse[SITE], rel=1e-4
-    )
+    assert one.kl == pytest.approx(other.kl, rel=1e-4) and one.relmse[SITE] == pytest.approx(other.relmse[SITE], rel=1e-4)
 
 
 def test_random_b_seeds_are_those_of_random_b(model):
@@ -91,13 +89,7 @@ def test_random_b_seeds_are_those_of_random_b(model):
 
 def test_options_reach_attribution_and_evaluation(model, factors):
     comparison = compare(
-        model,
-        {"SWD": factors},
-        TOY,
-        attribution={"batch_size": 5},
-        evaluation={"grid": [0, 3]},
-        positions="all",
-        ablation="zero",
+        model, {"SWD": factors}, TOY, attribution={"batch_size": 5}, evaluation={"grid": [0, 3]}, positions="all", ablation="zero"
     )
     curve = comparison["toy"].curves["SWD"]
     assert curve.rows["units"].tolist() == [0, 3, factors.n_units]
@@ -116,12 +108,7 @@ def test_options_reach_attribution_and_evaluation(model, factors):
         (["SWD"], [TOY], {"roles": {"SWD": "main"}}, "roles= of 'SWD' must be one of 'swd', .*, got 'main'"),
         (["SWD"], [TOY], {"hosts": {"SVD": None}}, "hosts= names SVD"),
         (["SWD"], [TOY], {"hosts": {"SWD": None}}, "hosts= names SWD"),
-        (
-            ["SWD"],
-            [TOY],
-            {"evaluation": {"ablaton": "zero"}},
-            "evaluation= has no option 'ablaton'; evaluate takes grid",
-        ),
+        (["SWD"], [TOY], {"evaluation": {"ablaton": "zero"}}, "evaluation= has no option 'ablaton'; evaluate takes grid"),
         (["SWD"], [TOY], {"attribution": {"model": 0}}, "attribution= has no option 'model'; attribute takes score"),
     ],
 )
@@ -221,9 +208,7 @@ def test_roles_are_what_made_the_units_or_what_is_said(model, factors):
         "SWD": "swd", "SVD": "control", "Random-B": "swd", "paper": "paper", "pruned": "control", "channels": "control"
     }  # fmt: skip
     said = {"Random-B": "control"}
-    compared = compare(
-        model, {name: methods[name] for name in ("SWD", "SVD", "Random-B")}, TOY, roles=said, evaluation=FEW
-    )
+    compared = compare(model, {name: methods[name] for name in ("SWD", "SVD", "Random-B")}, TOY, roles=said, evaluation=FEW)
     assert compared.in_role("swd") == ["SWD"] and compared.in_role("control", "paper") == ["SVD", "Random-B"]
 
 

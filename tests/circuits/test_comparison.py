@@ -23,9 +23,7 @@ def test_the_smallest_admissible_prefix_stands_beside_the_thresholds_where_rando
     assert not any("admissible" in column for column in worked.table())
     highest = {"one": [9.0, 0.5, 9.0], "many/0": [9.0, 0.4, 9.0], "many/1": [9.0, 9.0, 1.0], "many/2": [9.0, 9.0, 9.0]}
     curves = {
-        name: replace(
-            curve, validation=curve.rows.assign(**{"random drop": highest[name]}), settings={"random_sets": 50}
-        )
+        name: replace(curve, validation=curve.rows.assign(**{"random drop": highest[name]}), settings={"random_sets": 50})
         for name, curve in worked["toy"].curves.items()
     }
     of_task = TaskComparison("toy", curves, {})
@@ -49,9 +47,7 @@ def test_better_is_matched_and_worse_in_either_is_not(worked):
     of_many = dict.fromkeys(("many_0", "many_1", "many_2"), 1.5)
     better = measured(worked, one=1.5, **of_many | {"many_2": 1.2})
     assert better.out_by("many") == () and better.ce_difference("many") == pytest.approx(0.0)
-    assert better.matching().startswith(
-        "Matched: no method's CE or KL is worse than that of one by more than 0.001 nats"
-    )
+    assert better.matching().startswith("Matched: no method's CE or KL is worse than that of one by more than 0.001 nats")
     # CE within the tolerance, KL of one seed thirty times as far: gendered pronouns of a pruned control, once.
     by_kl = measured(worked, kl={"many_1": 0.015}, one=1.5, **of_many)
     assert by_kl.out_by("many") == ("KL",) and by_kl.matched("many") is False
@@ -122,9 +118,7 @@ def test_what_is_not_carried_has_no_cost_and_the_table_says_so(worked):
 def test_costs_are_chosen_on_validation_prompts():
     """Of a curve whose first prefix reaches .9 on test prompts alone."""
     rows = by_hand([0, 1, 4], [0, 5, 30], [0.0, 0.95, 1.0], [0.0, 1.0, 1.5]).rows
-    curve = by_hand(
-        [0, 1, 4], [0, 5, 30], [0.0, 0.95, 1.0], [0.0, 1.0, 1.5], validation=rows.assign(recovered=[0, 0.8, 1.0])
-    )
+    curve = by_hand([0, 1, 4], [0, 5, 30], [0.0, 0.95, 1.0], [0.0, 1.0, 1.5], validation=rows.assign(recovered=[0, 0.8, 1.0]))
     comparison = Comparison({"toy": TaskComparison("toy", {"one": curve}, {})}, reference="one")
     assert comparison.table().iloc[0]["edges at recovered 0.9"] == 30 == curve.cost_at()
 

@@ -51,8 +51,7 @@ def test_cost_at(how, edges, units):
     assert curve().cost_at(**how, cost="units") == units
     if units is None:
         with pytest.raises(
-            ValueError,
-            match=r"no prefix of 't' reaches [13]\.\d+ on the test .*; the highest [a-z ]+ is [13]\.000",
+            ValueError, match=r"no prefix of 't' reaches [13]\.\d+ on the test .*; the highest [a-z ]+ is [13]\.000"
         ):
             curve().circuit_at(**how)
     else:
@@ -81,9 +80,7 @@ def test_a_surface_that_does_not_carry_the_task_has_a_sentence_and_no_cost():
     # Carried is 9 of 11 logits: not above two errors of 4.6; and 9 of 200 is less than a twentieth.
     for one in (curve(carried_se=4.6), replace(curve(), q_dense=200.0)):
         assert not one.carries
-        assert (
-            "s does not carry t: with all units the margin is 10.00, with every unit at its reference" in one.in_words()
-        )
+        assert "s does not carry t: with all units the margin is 10.00, with every unit at its reference" in one.in_words()
         for call in (one.cost_at, one.row_at):
             with pytest.warns(NotCarriedWarning, match="No circuit of these units has a cost"):
                 assert call(sufficiency=0.05) is None
@@ -98,9 +95,7 @@ def test_a_surface_that_does_not_carry_the_task_has_a_sentence_and_no_cost():
 def test_the_smallest_admissible_prefix_beats_random_sets():
     random = ROWS.assign(**{"random drop": [np.nan, 1.2, 1.4, 0.5, np.nan]})
     assert curve(validation=random).smallest_admissible()["units"] == 2  # the first whose drop is above
-    assert (
-        " The smallest admissible prefix: 2 units with 14 active edges recover " in curve(validation=random).in_words()
-    )
+    assert " The smallest admissible prefix: 2 units with 14 active edges recover " in curve(validation=random).in_words()
     assert "admissible" not in curve().in_words()
     assert curve(validation=random.assign(**{"random drop": 9.0})).smallest_admissible() is None
     assert curve(validation=ROWS).smallest_admissible() is None and curve().smallest_admissible() is None
@@ -137,9 +132,7 @@ def test_cost_interval_inverts_a_t_test_at_every_cost():
     full, ablate = 10 + noise[0], 10 - torch.tensor(ROWS["drop"].tolist())[:, None].double() + noise
     one = curve(margins={"keep": keep, "ablate": ablate, "full": full, "dense": full + 1})
     logs, fine = np.log1p(ROWS["edges"]), np.linspace(0, np.log1p(30), 4001)
-    mixed = {
-        name: np.stack([np.interp(fine, logs, m) for m in of.T.numpy()]) for name, of in (("k", keep), ("a", ablate))
-    }
+    mixed = {name: np.stack([np.interp(fine, logs, m) for m in of.T.numpy()]) for name, of in (("k", keep), ("a", ablate))}
     whole, dense, empty = full.numpy()[:, None], full.numpy()[:, None] + 1, keep[0].numpy()[:, None]
     for how, contrast in (
         ({"recovered": 0.6}, mixed["k"] - 0.6 * whole - 0.4 * empty),
@@ -181,9 +174,7 @@ def test_what_is_refused():
 
 
 def test_cpr_and_cmd_by_hand():
-    rows = pd.DataFrame(
-        {"units": [0, 1, 2, 5, 10], "edges": [0, 20, 20, 90, 100], "recovered": [0.0, 0.2, 0.4, 1.2, 1.0]}
-    )
+    rows = pd.DataFrame({"units": [0, 1, 2, 5, 10], "edges": [0, 20, 20, 90, 100], "recovered": [0.0, 0.2, 0.4, 1.2, 1.0]})
     one = curve(rows, {"grid": "mib"})
     # Of 10 units the fractions allow 0, 0, 0, 0, 0, 0, 1, 2, 5, 10:
     #   f = 0 up to .05, .2 at .1, .4 at .2, 1.2 at .5, 1 at 1.

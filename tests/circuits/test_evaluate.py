@@ -14,16 +14,7 @@ from swd_lens.circuits.ablation import ABLATIONS
 from swd_lens.circuits.evaluate import MIB_FRACTIONS, _lengths, random_set
 from swd_lens.tasks.task import Task
 from swd_lens.units import attach
-from tests.circuits.slow import (
-    able_split,
-    activations,
-    carried_by,
-    last_logits,
-    margin_of,
-    margin_with,
-    replacing,
-    rows_for,
-)
+from tests.circuits.slow import able_split, activations, carried_by, last_logits, margin_of, margin_with, replacing, rows_for
 from tests.contract import swd_zero_data
 from tests.micro import random_split, split_of, toy_model
 
@@ -135,9 +126,7 @@ def test_means_of_every_kind_are_put_in_also_in_prompts_longer_than_any_of_train
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("positions", ["scoring", "all"])
 @pytest.mark.parametrize("ablation", ABLATIONS)
-def test_keep_all_and_ablate_none_are_the_full_set_and_keep_is_ablating_the_complement(
-    model, sets, positions, ablation
-):
+def test_keep_all_and_ablate_none_are_the_full_set_and_keep_is_ablating_the_complement(model, sets, positions, ablation):
     for pattern in (KNOWN, "all"):
         factors = sets[pattern]
         scores = attribute(model, factors, TRAIN, positions=positions)
@@ -177,9 +166,7 @@ def test_a_margin_that_is_not_positive_gives_nan_and_a_warning(model, sets):
     factors = sets[KNOWN]
     scores = attribute(model, factors, TRAIN)
     wrong = replace(TEST, answer_ids=TEST.distractor_ids, distractor_ids=TEST.answer_ids)
-    with pytest.warns(
-        UndefinedSufficiencyWarning, match=r"mean margin of 'by hand' with all units is -\d\.\d+, not positive"
-    ):
+    with pytest.warns(UndefinedSufficiencyWarning, match=r"mean margin of 'by hand' with all units is -\d\.\d+, not positive"):
         curve = evaluate(model, factors, wrong, scores)
     assert curve.rows[["sufficiency", "sufficiency low", "sufficiency high"]].isna().all().all()
     assert curve.rows["drop"].notna().all()
@@ -285,9 +272,7 @@ def test_the_drop_of_random_sets_is_that_of_judged_circuits(model, sets):
     edges = torch.tensor([int(curve.edges[site][unit]) for site, unit in ranking])
     members = [random_set(edges, int(edges[:3].sum()), generator) for _ in range(6)]
     assert all(int(edges[m].sum()) <= int(edges[:3].sum()) and not bool((edges[m] == 0).any()) for m in members)
-    named = {
-        str(i): Circuit.of(factors, scores, [ranking[j] for j in m.nonzero()[:, 0]]) for i, m in enumerate(members)
-    }
+    named = {str(i): Circuit.of(factors, scores, [ranking[j] for j in m.nonzero()[:, 0]]) for i, m in enumerate(members)}
     drops = evaluate_circuits(model, factors, split, named)["drop"]
     assert curve.validation["random drop"][1] == pytest.approx(np.quantile(drops, 0.95), abs=1e-5)
 

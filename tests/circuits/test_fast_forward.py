@@ -52,17 +52,10 @@ def slow_logits(model, tokens, masks, values, positions):
 )
 def test_every_road_gives_the_logits_of_whole_runs(model, every, positions, keeps, layer, known, pos):
     """Sites of block `layer` on, or the block's mlp_out alone and the sites of later blocks."""
-    chosen = [
-        s for s in every if int(s[7]) > layer or (s == f"blocks.{layer}.mlp_out" if known else int(s[7]) == layer)
-    ]
+    chosen = [s for s in every if int(s[7]) > layer or (s == f"blocks.{layer}.mlp_out" if known else int(s[7]) == layer)]
     factors, tokens = {site: every[site] for site in chosen}, random_tokens(3, pos)
     masks, generator = some_masks(factors), torch.Generator().manual_seed(1)
-    shapes = (
-        (1, 1),
-        (1, pos),
-        (3, 1),
-        (3, pos),
-    )  # of values: one for all, one per position, one per prompt, one for each
+    shapes = ((1, 1), (1, pos), (3, 1), (3, pos))  # of values: one for all, one per position, one per prompt, one for each
     with attach(model, factors) as attachment:
         host, first = host_of(model), next(site for site in attachment.sites if site.layer == layer)
         fast_forward = FastForward(positions, layer + known, first if known else None, keeps)
@@ -70,9 +63,7 @@ def test_every_road_gives_the_logits_of_whole_runs(model, every, positions, keep
         for batch, at in shapes:
             if positions == "all" and (batch, at) == (3, 1):
                 continue
-            values = {
-                site: torch.randn(batch, at, f.n_units, generator=generator) for site, f in attachment.factors.items()
-            }
+            values = {site: torch.randn(batch, at, f.n_units, generator=generator) for site, f in attachment.factors.items()}
             with torch.no_grad():
                 found = runner.logits(runner.share(tokens), masks, values)
                 ids = torch.tensor([7, 2, 11])
@@ -203,9 +194,7 @@ def test_where_nothing_is_left_to_shorten_it_says_so(model, every, monkeypatch, 
     "failure",
     [
         MemoryError(),
-        RuntimeError(
-            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes"
-        ),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes"),
         RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     ],
     ids=["python", "cpu", "gpu"],

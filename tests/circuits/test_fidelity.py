@@ -42,9 +42,7 @@ def test_the_long_way(model):
     )
     assert found.table()["CE delta"].item() == found.ce_delta
     # Rows are the independent observations of a paired difference.
-    of_rows = [
-        F.cross_entropy(r[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none").mean(1) for r in (dense, replaced)
-    ]
+    of_rows = [F.cross_entropy(r[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none").mean(1) for r in (dense, replaced)]
     se = float((of_rows[1] - of_rows[0]).double().std() / 3)
     assert found.ce_delta_se == pytest.approx(se, rel=1e-4) and found.table()["CE delta se"].item() == found.ce_delta_se
     assert fidelity(model, factors, tokens[:1]).ce_delta_se is None

@@ -61,9 +61,7 @@ def test_a_lossless_replacement_lies_below_the_floor_and_is_marked(rounded):
 
 def test_a_floor_is_measured_once_for_each_set_of_sites_and_tokens(rounded, monkeypatch):
     made, lossless = [], fidelity_floor.lossless
-    monkeypatch.setattr(
-        fidelity_floor, "lossless", lambda host, sites: made.append(len(sites)) or lossless(host, sites)
-    )
+    monkeypatch.setattr(fidelity_floor, "lossless", lambda host, sites: made.append(len(sites)) or lossless(host, sites))
     tokens = TOKENS.flip(0)
     both = {n: truncated(rounded, "blocks.2.mlp_*", n) for n in (8, 16)}
     one = fidelities(rounded, {"a": both[8], "b": both[16], "c": truncated(rounded, "blocks.2.mlp_out", 8)}, tokens)

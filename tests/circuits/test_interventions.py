@@ -8,9 +8,7 @@ import torch
 from swd_lens.circuits import attribute, evaluate
 from swd_lens.circuits.measure import Threshold
 from swd_lens.hosts import host_of
-from tests.circuits.slow import (
-    able_split,
-)
+from tests.circuits.slow import able_split
 from tests.micro import random_split
 
 TRAIN, TEST = random_split(), able_split()
@@ -48,7 +46,5 @@ def test_keeping_all_and_ablating_none_are_the_replacement_with_all_units_to_the
 
 def test_prompts_with_bos_do_not_fit_scores_of_prompts_without(model, every):
     scores = attribute(model, every, replace(TRAIN, prepend_bos=False))
-    with pytest.raises(
-        ValueError, match="the scores are of prompts without BOS, the test prompts of 'by hand' are with BOS"
-    ):
+    with pytest.raises(ValueError, match="the scores are of prompts without BOS, the test prompts of 'by hand' are with BOS"):
         evaluate(model, every, replace(TEST, prepend_bos=True), scores)

@@ -42,9 +42,7 @@ def test_the_local_error_is_the_grams_and_no_upstream_site_changes_it(model):
         assert alone.relmse[site] * norms == pytest.approx(alone.local_relmse[site], rel=1e-4)
         assert found.relmse[site] != pytest.approx(alone.relmse[site], rel=0.01)  # upstream drift
     assert list(found.local_relmse) == list(found.relmse)
-    together = fidelities(
-        model, {"all": factors, "exact": baselines.svd(model, "all")}, tokens, batch_size=4, local=True
-    )
+    together = fidelities(model, {"all": factors, "exact": baselines.svd(model, "all")}, tokens, batch_size=4, local=True)
     assert together["all"] == found and max(together["exact"].local_relmse.values()) < 1e-9
     assert "local relMSE" in found.parts()[-1].columns
 
@@ -87,9 +85,7 @@ def test_a_coders_local_error_is_that_of_its_output(reads, writes):
     coder = Half()
     coder.reads, coder.writes = reads, writes
     found = fidelity(model, {"blocks.0.mlp_out": coder}, [[0, 1]], local=True)
-    lost = {
-        ("output", "output"): 1498 / 4,
-        ("input", "input"): 858 / 4,
-        ("input", "output"): 11.5**2 + 14**2 + 18.5**2 + 25**2,
-    }[reads, writes]
+    lost = {("output", "output"): 1498 / 4, ("input", "input"): 858 / 4, ("input", "output"): 11.5**2 + 14**2 + 18.5**2 + 25**2}[
+        reads, writes
+    ]
     assert found.local_relmse["blocks.0.mlp_out"] == pytest.approx(lost / 858)

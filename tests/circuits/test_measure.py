@@ -70,10 +70,7 @@ def test_of_normal_values_they_are_students_and_fiellers():
 
 def test_a_denominator_that_could_be_zero_gives_no_interval():
     generator = torch.Generator().manual_seed(1)
-    part, whole = (
-        torch.randn(3, 40, dtype=torch.float64, generator=generator),
-        torch.randn(40, generator=generator).double(),
-    )
+    part, whole = (torch.randn(3, 40, dtype=torch.float64, generator=generator), torch.randn(40, generator=generator).double())
     low, high = ratio_interval(part, whole - whole.mean() + 0.01)
     assert low.isnan().all() and high.isnan().all()
     one = torch.ones(2, 1, dtype=torch.float64)
@@ -82,9 +79,7 @@ def test_a_denominator_that_could_be_zero_gives_no_interval():
 
 def test_measures_of_two_circuits_by_hand():
     keep, ablate = torch.tensor([[1.0, 3.0], [4.0, 8.0]]), torch.tensor([[10.0, 6.0], [2.0, 2.0]])
-    margins = Margins(
-        keep, ablate, full=torch.tensor([8.0, 8.0]), empty=torch.tensor([2.0, 2.0]), dense=torch.tensor([6.0, 8.0])
-    )
+    margins = Margins(keep, ablate, full=torch.tensor([8.0, 8.0]), empty=torch.tensor([2.0, 2.0]), dense=torch.tensor([6.0, 8.0]))
     carried = Carried.of(margins.full, margins.empty, 7.0)
     assert carried == Carried(6.0, 0.0, 7.0) and carried.enough
     rows = measured(margins, carried, "t")
@@ -93,24 +88,21 @@ def test_measures_of_two_circuits_by_hand():
     for how, value in (("recovered", 4 / 6), ("sufficiency", 0.75), ("necessity", 1.0), ("drop", 6.0)):
         threshold = Threshold.given(**{how: value - 1e-6})
         assert threshold.reached(rows).tolist() == (threshold.contrast(margins).mean(1) >= 0).tolist() == [False, True]
-    assert (
-        not Carried(1.0, 0.6, 7.0).enough and not Carried(0.3, 0.0, 7.0).enough and Carried(1.0, math.nan, 7.0).enough
-    )
+    assert not Carried(1.0, 0.6, 7.0).enough and not Carried(0.3, 0.0, 7.0).enough and Carried(1.0, math.nan, 7.0).enough
 
 
 def test_margins_of_contents_have_the_mean_of_the_prompts():
     values = torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]])
     # Prompts 0 and 2 are about one name: their deviations from the mean of 3 add up, times 2 contents of 3 prompts.
-    assert by_content(values, ["a", "b", "a"]).tolist() == [
-        pytest.approx([3 + 2 / 3, 3 - 2 / 3]),
-        pytest.approx([5 / 3, 1 / 3]),
-    ]
+    assert by_content(values, ["a", "b", "a"]).tolist() == [pytest.approx([3 + 2 / 3, 3 - 2 / 3]), pytest.approx([5 / 3, 1 / 3])]
     assert by_content(values, ["a", "b", "c"]) is values
 
 
 def test_sites_in_a_sentence():
     assert surface_name(["blocks.0.mlp_out"]) == "blocks.0.mlp_out" and surface_name([]) == "the surface"
     assert surface_name(["a", "b", "c"]) == "the surface of a and 2 more"
-    assert [
-        part_of(sites) for sites in (["blocks.0.attn_o"], ["blocks.0.mlp_out"], ["blocks.0.attn_o", "blocks.0.mlp_out"])
-    ] == ["attention", "MLP", "both"]
+    assert [part_of(sites) for sites in (["blocks.0.attn_o"], ["blocks.0.mlp_out"], ["blocks.0.attn_o", "blocks.0.mlp_out"])] == [
+        "attention",
+        "MLP",
+        "both",
+    ]

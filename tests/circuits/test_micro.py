@@ -62,9 +62,7 @@ def test_hooks_for_run_with_hooks_do_the_same(model):
 
 def test_an_unknown_unit_or_mode_is_refused(model):
     scores = attribute(model, identity_factors(), TRAIN)
-    with pytest.raises(
-        ValueError, match=r"blocks.0.mlp_out/7 is not among the scored units: blocks.0.mlp_out \(0 to 1\)"
-    ):
+    with pytest.raises(ValueError, match=r"blocks.0.mlp_out/7 is not among the scored units: blocks.0.mlp_out \(0 to 1\)"):
         replaced_masks(scores, ["blocks.0.mlp_out/7"], "keep")
     with pytest.raises(ValueError, match="mode must be one of"):
         replaced_masks(scores, [], "remove")
@@ -84,12 +82,7 @@ FROM_ZERO = {"positive": [2.0, 3.0], "signed": [2.0, 3.0], "absolute": [2.0, 3.0
 @pytest.mark.parametrize("sign", ["positive", "signed", "absolute"])
 @pytest.mark.parametrize(
     ("score", "expected"),
-    [
-        ("first_order", FROM_ZERO),
-        ("integrated_gradients", AWAY),
-        ("ablation", AWAY),
-        ("direct_logit", FROM_ZERO),
-    ],
+    [("first_order", FROM_ZERO), ("integrated_gradients", AWAY), ("ablation", AWAY), ("direct_logit", FROM_ZERO)],
 )
 def test_every_score_and_sign(model, score, sign, expected):
     scores = attribute(model, identity_factors(), TRAIN, score=score, sign=sign, steps=3)

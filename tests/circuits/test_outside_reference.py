@@ -89,10 +89,7 @@ class Beside:
         found["carried"] = abs(curve.carried.logits - test.carried) / size
         assert curve.carried.se == curve.carried_se and curve.carries == test.carries
         # On validation prompts shares are given wherever all units do better than none.
-        for table, those, defined in (
-            (curve.rows, test, test.carries),
-            (curve.validation, validation, validation.carried > 0),
-        ):
+        for table, those, defined in ((curve.rows, test, test.carries), (curve.validation, validation, validation.carried > 0)):
             for name, difference in _of_rows(table, those, defined).items():
                 found[name] = max(found.get(name, 0.0), difference)
         for cost in ("edges", "units"):

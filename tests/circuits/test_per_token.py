@@ -44,9 +44,7 @@ def fewest_of_all(moved, vectors, recovered):
     contributions = list(moved.double()[:, None] * vectors.double())
     goal, n = (1 - recovered) * error_of(contributions, ()), len(contributions)
     return next(
-        k
-        for k in range(n + 1)
-        if any(error_of(contributions, chosen) <= goal for chosen in itertools.combinations(range(n), k))
+        k for k in range(n + 1) if any(error_of(contributions, chosen) <= goal for chosen in itertools.combinations(range(n), k))
     )
 
 
@@ -68,10 +66,7 @@ def test_it_is_the_plain_loop_and_at_least_the_minimum(order, recovered, monkeyp
 
 def test_of_orthogonal_vectors_it_is_the_minimum():
     generator = torch.Generator().manual_seed(1)
-    moved, turned = (
-        torch.randn(30, 7, generator=generator),
-        torch.linalg.qr(torch.randn(9, 7, generator=generator))[0].T,
-    )
+    moved, turned = (torch.randn(30, 7, generator=generator), torch.linalg.qr(torch.randn(9, 7, generator=generator))[0].T)
     fewest = [fewest_of_all(token, turned, 0.9) for token in moved]
     for order in ("greedy", "size"):
         assert fewest_by_output(moved, turned, 0.9, order).tolist() == fewest
@@ -161,9 +156,7 @@ def by_loss_by_hand(model, factors, tokens, grid, recovered, least):
             return model.run_with_hooks(tokens, fwd_hooks=list(hooks.items()))
 
         def ce(logits):
-            return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(
-                len(tokens), -1
-            )
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(len(tokens), -1)
 
         z, leaves = {}, {}
 
@@ -254,9 +247,7 @@ def test_by_loss_a_circuit_counts_as_a_whole(model, beside_a_circuit):
     factors, circuit, _ = beside_a_circuit
     found = per_token_use(model, factors, random_tokens(6, 8), by="loss", circuit=circuit, least=0.01)
     assert found.circuit_units == {"all sites": 3} and "what the units do to the loss" in found.title()
-    alone = swd.Circuit.of(
-        baselines.svd(model, SITE), swd.attribute(model, baselines.svd(model, SITE), random_split(8)), []
-    )
+    alone = swd.Circuit.of(baselines.svd(model, SITE), swd.attribute(model, baselines.svd(model, SITE), random_split(8)), [])
     with pytest.raises(ValueError, match="this circuit"):
         per_token_use(model, factors, random_tokens(6, 8), circuit=alone)
 

@@ -50,9 +50,7 @@ def test_blocks_before_the_replaced_ones_run_once_for_all_methods(model, one, to
         with block_runs(model, 0) as runs:
             comparison = compare(model, methods, [TOY, OTHER], tokens=tokens, evaluation=FEW)
         rows.append(runs.rows)
-        assert (
-            len({str(curve.rows) for curve in (t.curves[name] for t in [comparison["toy"]] for name in methods)}) == 1
-        )
+        assert len({str(curve.rows) for curve in (t.curves[name] for t in [comparison["toy"]] for name in methods)}) == 1
     once = 2 * (len(TOY.train) + 2 * len(TOY.test)) + len(tokens)
     assert once <= rows[0] and rows[1] - rows[0] <= 2 * checked and rows[2] - rows[1] <= 2 * 2 * checked
 
@@ -86,9 +84,7 @@ def test_seeds_of_more_than_a_bound_are_made_one_after_the_other(model, one, tok
 def test_fidelity_that_was_measured_already_is_not_measured_again(model, one, tokens, monkeypatch):
     found = fidelity(model, one, tokens)
     calls = []
-    monkeypatch.setattr(
-        swd_lens.circuits.protocol, "fidelities", lambda *given, **how: calls.append(given) or {"b": found}
-    )
+    monkeypatch.setattr(swd_lens.circuits.protocol, "fidelities", lambda *given, **how: calls.append(given) or {"b": found})
     comparison = compare(model, {"a": one, "b": one}, TOY, tokens=tokens, fidelities={"a": found}, evaluation=FEW)
     assert len(calls) == 1 and list(calls[0][1]) == ["b"] and calls[0][1]["b"][SITE] is one[SITE]
     assert comparison.fidelities == {"a": found, "b": found} and comparison.matched("b") is True

@@ -64,11 +64,7 @@ def test_a_set_that_is_no_prefix_is_found():
         assert found.train == pytest.approx({"prefix": 8.4 / 8.8, "refined": 8 / 8.8}, rel=1e-6)
         assert found.validation == found.train and found.of == "sufficiency"  # one split is all there is
         same = refine(micro_model(), factors, ONE, scores, cost=cost)  # the empty circuit's margin is 0
-        assert (same.of, same.refined.units, same.prefix.units) == (
-            "recovered",
-            found.refined.units,
-            found.prefix.units,
-        )
+        assert (same.of, same.refined.units, same.prefix.units) == ("recovered", found.refined.units, found.prefix.units)
         without_time = refine(micro_model(), factors, ONE, scores, sufficiency=0.9, cost=cost, seconds=0.0)
         assert without_time.refined.units == without_time.prefix.units == found.prefix.units
         assert found.test.empty and found.target == 0.9
@@ -99,9 +95,7 @@ def test_a_cheap_unit_goes_where_the_one_that_adds_least_per_edge_cannot():
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(
-    ("how", "cost"), [({"recovered": 0.7}, "edges"), ({"sufficiency": 0.9}, "units"), ({}, "edges")]
-)
+@pytest.mark.parametrize(("how", "cost"), [({"recovered": 0.7}, "edges"), ({"sufficiency": 0.9}, "units"), ({}, "edges")])
 def test_never_dearer_than_the_prefix_and_sure_on_validation(toy, carried, how, cost):
     model, factors, scores = toy
     found = refine(model, factors, carried, scores, cost=cost, rounds=1, **how)
@@ -166,14 +160,9 @@ def test_test_prompts_choose_nothing_and_no_more_training_prompts_are_used_than_
     other = replace(carried, test=carried_by(*toy, random_split(40, seed=20, name="test")))
     one, two = (refine(model, factors, task, scores, recovered=0.6, rounds=0) for task in (carried, other))
     assert one.refined.units == two.refined.units and one.test["q keep"][1] != two.test["q keep"][1]
-    first = {
-        name: getattr(carried.train, name)[:5]
-        for name in ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")
-    }
+    first = {name: getattr(carried.train, name)[:5] for name in ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")}
     few = refine(model, factors, carried, scores, recovered=0.5, rounds=0, max_prompts=5)
-    same = refine(
-        model, factors, replace(carried, train=replace(carried.train, **first)), scores, recovered=0.5, rounds=0
-    )
+    same = refine(model, factors, replace(carried, train=replace(carried.train, **first)), scores, recovered=0.5, rounds=0)
     assert few.refined.units == same.refined.units and few.refined.provenance["n_train"] == 5
 
 
@@ -183,9 +172,7 @@ def test_what_is_refused(toy):
         refine(model, factors, TASK, scores, cost="tokens")
     with pytest.raises(ValueError, match="max_prompts must be a whole number of at least 1"):
         refine(model, factors, TASK, scores, max_prompts=0)
-    with pytest.raises(
-        ValueError, match="no prefix can be expected to reach sufficiency 9 on further prompts: 8 prompts"
-    ):
+    with pytest.raises(ValueError, match="no prefix can be expected to reach sufficiency 9 on further prompts: 8 prompts"):
         refine(model, factors, TASK, scores, sufficiency=9.0)
     with pytest.raises(ValueError, match="give one threshold"):
         refine(model, factors, TASK, scores, sufficiency=0.9, recovered=0.9)

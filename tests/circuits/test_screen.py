@@ -40,9 +40,7 @@ def by_hooks(model, split, names, last_only, each=False):
 
         return put
 
-    means = {
-        name: torch.stack(outputs).mean(0) if each else torch.cat(outputs).mean(0) for name, outputs in seen.items()
-    }
+    means = {name: torch.stack(outputs).mean(0) if each else torch.cat(outputs).mean(0) for name, outputs in seen.items()}
     hooks = [(points[name], putting(mean)) for name, mean in means.items()]
     margins = []
     for tokens, right, wrong in zip(split.tokens, split.answer_ids, split.distractor_ids, strict=True):
@@ -88,10 +86,7 @@ def test_the_host_is_left_as_it_was(host):
         swd.screen(model, tasks[0], sites="mlp_out", n_prompts=4)
         assert torch.equal(model(tokens), before) and list(model.hook_dict) == hooks
     factors = swd.baselines.svd(model, "blocks.1.mlp_out")
-    with (
-        swd.attach(model, factors),
-        pytest.raises(ValueError, match=r"units are attached at blocks\.1\.mlp_out: detach"),
-    ):
+    with swd.attach(model, factors), pytest.raises(ValueError, match=r"units are attached at blocks\.1\.mlp_out: detach"):
         swd.screen(model, tasks[0])
     with pytest.raises(ValueError, match="positions must be one of 'scoring', 'all', 'each', got 'last'"):
         swd.screen(model, tasks[0], positions="last")
@@ -140,9 +135,7 @@ def test_skill_is_the_share_right_and_the_margin_of_the_test_prompts(host):
     table = swd.skill(model, tasks)
     assert list(table["task"]) == ["ioi", "greater_than"] and list(table["right"]) == [1.0, 1.0]
     expected = []
-    for tokens, right, wrong in zip(
-        tasks[0].test.tokens, tasks[0].test.answer_ids, tasks[0].test.distractor_ids, strict=True
-    ):
+    for tokens, right, wrong in zip(tasks[0].test.tokens, tasks[0].test.answer_ids, tasks[0].test.distractor_ids, strict=True):
         with torch.no_grad():
             logits = model(tokens[None])[0, -1]
         expected.append(float(logits[list(right)].mean() - logits[list(wrong)].mean()))

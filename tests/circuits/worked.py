@@ -50,6 +50,4 @@ EDGES = {"s": torch.tensor([16, 10, 0, 4])}  # ranking: units 1, 3, 2, 0
 def curve(rows=ROWS, settings=None, **more):
     about = {"units": {"s": 4}, **(settings or {})}
     how = {"carried_se": 0.5, "settings": about, "scores": SCORES, "edges": EDGES, **more}
-    return CostCurve(
-        rows=rows, task="t", q_dense=11.0, q_full=10.0, q_empty=1.0, accuracy_dense=1.0, accuracy_full=1.0, **how
-    )
+    return CostCurve(rows=rows, task="t", q_dense=11.0, q_full=10.0, q_empty=1.0, accuracy_dense=1.0, accuracy_full=1.0, **how)

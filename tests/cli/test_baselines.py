@@ -70,9 +70,7 @@ def test_finished_factors_are_fine_tuned_on_their_supports(tmp_path, default_mod
 
 def test_a_sparse_model_is_pretrained_in_the_shape_of_a_host(tmp_path, default_model):
     sizes = ["--set", "updates=3", "--set", "tokens_per_update=1024"]
-    result = run(
-        "sparse-pretrain", "--out", tmp_path / "s", "--json", *sizes, "--tokens", 2048, "--heldout-tokens", 1024
-    )
+    result = run("sparse-pretrain", "--out", tmp_path / "s", "--json", *sizes, "--tokens", 2048, "--heldout-tokens", 1024)
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     model = swd.load_host(printed["folder"])

@@ -10,11 +10,7 @@ from tests.cli.commands import run
 
 def test_circuit_best_finds_saves_and_takes_over(tmp_path, monkeypatch):
     arguments = ["circuit", "--best", "--task", "gendered_pronoun", "--sites", "blocks.2.attn_o", "--minutes", "1e-6"]
-    arguments += [
-        "--out",
-        tmp_path,
-        *["--tokens", "1024", "--heldout-tokens", "1024", "--n-train", "48", "--n-test", "40"],
-    ]
+    arguments += ["--out", tmp_path, *["--tokens", "1024", "--heldout-tokens", "1024", "--n-train", "48", "--n-test", "40"]]
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     best = BestCircuit.load(tmp_path / "gendered_pronoun")

@@ -19,9 +19,7 @@ TEXT = ["--heldout-tokens", "1024"]
 def whole(tmp_path_factory):
     """What `replace` leaves of two matrices: factors, and tuned ones."""
     folder = tmp_path_factory.mktemp("made") / "whole"
-    made = run(
-        "replace", "--out", folder, "--sites", "blocks.[23].mlp_out", "-s", "0.6", *SMALL, "--budgets", "uniform"
-    )
+    made = run("replace", "--out", folder, "--sites", "blocks.[23].mlp_out", "-s", "0.6", *SMALL, "--budgets", "uniform")
     assert made.exit_code == 0, made.output
     return folder
 
@@ -35,18 +33,7 @@ def test_finished_and_tuned_factors_are_compared_without_solving(tmp_path, whole
     given = ["--factors", whole, "--factors", whole / "factors"]
     refused = run("circuit", *given[2:], *given[2:], "--task", "ioi", "--out", tmp_path / "x")
     assert refused.exit_code == 1 and "rename one of them" in " ".join(refused.stderr.split())
-    modes = [
-        "--controls",
-        "svd",
-        "--ablation",
-        "mean",
-        "--ablation",
-        "zero",
-        "--positions",
-        "scoring",
-        "--positions",
-        "all",
-    ]
+    modes = ["--controls", "svd", "--ablation", "mean", "--ablation", "zero", "--positions", "scoring", "--positions", "all"]
     result = run("circuit", *given, "--task", "ioi", *TEXT, *PROMPTS, *modes, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     read = swd.Run.load(tmp_path / "run")
@@ -55,9 +42,7 @@ def test_finished_and_tuned_factors_are_compared_without_solving(tmp_path, whole
     (surface,) = read.comparisons
     assert surface == "blocks.2.mlp_out, blocks.3.mlp_out" == ", ".join(read.settings["surfaces"][surface])
     tuned = swd.FactorSet.load(whole / "finetune" / "factors")
-    assert (
-        read.replacements[0].fidelity.kl == swd.fidelity(default_model, tuned, swd.text_tokens(1024, split="test")).kl
-    )
+    assert read.replacements[0].fidelity.kl == swd.fidelity(default_model, tuned, swd.text_tokens(1024, split="test")).kl
     table = read.circuit_table()
     assert table[["positions", "ablation"]].drop_duplicates().values.tolist() == [
         [positions, ablation] for positions in ("scoring", "all") for ablation in ("mean", "zero")
@@ -95,10 +80,7 @@ def test_circuit_in_bfloat16(tmp_path, gpt2_folder):
     settings = json.loads(result.stdout)["settings"]
     assert settings["calibration dtype"] == "bfloat16" and settings["host"] == "HookedTransformer"
     for placed, message in (
-        (
-            ["--model", gpt2_folder, "--text", __file__, "--host", "hooked", "--device-map", "auto"],
-            "it does not go with",
-        ),
+        (["--model", gpt2_folder, "--text", __file__, "--host", "hooked", "--device-map", "auto"], "it does not go with"),
         (["--device-map", "auto"], "the embedded one is small"),
     ):
         refused = run("circuit", "--sites", "mlp_out", "--task", "ioi", "--out", tmp_path / "x", *placed)
@@ -143,9 +125,7 @@ def test_ctrl_c_says_what_is_finished_and_the_command_goes_on(tmp_path, alone, m
         stopped = run(*words, "--overwrite")
     assert stopped.exit_code == 130 and "Traceback" not in stopped.output
     (line,) = [line for line in stopped.stderr.splitlines() if line.startswith("interrupted")]
-    assert line.startswith(
-        "interrupted in step 9 of 13 (measure blocks.[23].mlp_out: fidelity, circuits of ioi), 8 finished"
-    )
+    assert line.startswith("interrupted in step 9 of 13 (measure blocks.[23].mlp_out: fidelity, circuits of ioi), 8 finished")
     command = line.rpartition("goes on from there: ")[2]
     assert shlex.split(command) == ["swd-lens", *words]
     with monkeypatch.context() as patch:
@@ -237,9 +217,7 @@ def test_controls_ablation_and_tables(tmp_path, controls, sparsities, wanted):
     assert result.exit_code == 0, result.output
     saved = json.loads((tmp_path / "run.json").read_text())
     assert sorted(curve["method"] for curve in saved["circuits"]) == sorted(wanted)
-    assert saved["settings"]["ablation"] == "zero" and {c["settings"]["ablation"] for c in saved["circuits"]} == {
-        "zero"
-    }
+    assert saved["settings"]["ablation"] == "zero" and {c["settings"]["ablation"] for c in saved["circuits"]} == {"zero"}
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert all(name in page for name in wanted) and "ablation=&#39;zero&#39;" in page
     assert ("Random-B" in result.stdout) == ("Random-B/0" in wanted)

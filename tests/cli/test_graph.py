@@ -117,10 +117,7 @@ def test_a_host_whose_graph_cannot_be_drawn_is_refused_before_any_work(monkeypat
 @pytest.mark.slow
 def test_a_task_of_a_file_with_spaces_in_its_name(tmp_path, default_model):
     """The name stands in the graph's slug, which has none: refused after all the work."""
-    split, tokenizer = (
-        swd.load_task("gendered_pronoun", default_model, n_train=24, n_test=8).train,
-        default_model.tokenizer,
-    )
+    split, tokenizer = (swd.load_task("gendered_pronoun", default_model, n_train=24, n_test=8).train, default_model.tokenizer)
     rows = [
         {
             "prompt": tokenizer.decode(tokens, skip_special_tokens=True),

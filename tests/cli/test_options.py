@@ -29,10 +29,7 @@ from tests.forks import run_forked
             ["circuit", "--sites", "mlp_out", "--task", "ioi", "--ablation", "max"],
             "--ablation must be one of 'mean', 'zero', got 'max'",
         ),
-        (
-            ["circuit", "--sites", "mlp_out", "--task", "ioi", "--controls", "svd,pca"],
-            "--controls (or 'none') must be",
-        ),
+        (["circuit", "--sites", "mlp_out", "--task", "ioi", "--controls", "svd,pca"], "--controls (or 'none') must be"),
         (["factorize", "--sites", "mlp_out", "--text", "missing.txt"], "missing.txt"),
     ],
 )
@@ -65,8 +62,7 @@ def test_another_model_needs_text(tmp_path, gpt2_folder):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["demo"], ["circuit", "--sites", "mlp_out", "--task", "ioi"], ["replace"], ["factorize", "--sites", "mlp_out"]],
+    "arguments", [["demo"], ["circuit", "--sites", "mlp_out", "--task", "ioi"], ["replace"], ["factorize", "--sites", "mlp_out"]]
 )
 def test_an_impossible_out_is_refused_before_any_work(tmp_path, monkeypatch, arguments):
     """It was noticed after the whole study."""

@@ -31,14 +31,7 @@ from swd_lens.tasks.generators.words import ARGUMENTS, EVENTS, NAMES, OBJECTS, P
 
 # Copying comes first (no task is learned before it).
 COPY_TOKENS = 900_000
-EARLY_MIX = {
-    "ioi": 0.14,
-    "docstring": 0.10,
-    "greater_than": 0.16,
-    "gendered_pronoun": 0.04,
-    "copy": 0.43,
-    "filler": 0.13,
-}
+EARLY_MIX = {"ioi": 0.14, "docstring": 0.10, "greater_than": 0.16, "gendered_pronoun": 0.04, "copy": 0.43, "filler": 0.13}
 BOS_DROPPED = 0.15  # so that prompts without BOS work as well
 CROSSING_ROWS = 1 / 8  # rows without document mask
 HEAVY = 3.0  # loss weight of the tokens that the tasks are about; they are few among the words of the templates

@@ -28,15 +28,7 @@ from swd_lens.hosts.embedded.corpus import MIX, N_CTX
 from swd_lens.tasks.generators import FAMILIES
 from tests.embedded.network import Network, hooked_state
 from tests.embedded.score import ablation_table, all_scores, family_scores
-from tests.embedded.text import (
-    COPY_TOKENS,
-    EARLY_MIX,
-    HEAVY,
-    Batch,
-    TrainingPacker,
-    build_tokenizer,
-    loss_weights,
-)
+from tests.embedded.text import COPY_TOKENS, EARLY_MIX, HEAVY, Batch, TrainingPacker, build_tokenizer, loss_weights
 
 THREADS = 1  # sums depend on the number; one thread runs at 9k tokens/s whatever else the machine does, two at 13k
 ROWS = 16  # 2,048 tokens a step: many updates per token, which is what a short run needs
@@ -102,18 +94,10 @@ def run(out: Path, seed: int, tokens: int, check_every: int = CHECK_EVERY) -> Ne
         factor = 1.0 if step >= (1 - PLAIN_SHARE) * steps else HEAVY
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
-        total, counted = (
-            total + train_step(network, optimizer, packer.batch(seed, step, ROWS, mix), factor),
-            counted + 1,
-        )
+        total, counted = (total + train_step(network, optimizer, packer.batch(seed, step, ROWS, mix), factor), counted + 1)
         done = step + 1
         if done % LOG_EVERY == 0 or done == steps:
-            entry = {
-                "step": done,
-                "tokens": done * ROWS * N_CTX,
-                "loss": total / counted,
-                "lr": learning_rate(step, steps),
-            }
+            entry = {"step": done, "tokens": done * ROWS * N_CTX, "loss": total / counted, "lr": learning_rate(step, steps)}
             if done % check_every == 0 or done == steps:
                 entry |= validate(network, packer)
             _log(out, entry | {"seconds": round(time.perf_counter() - start, 1)})
@@ -142,9 +126,7 @@ def export(network: Network, out: Path, notes: dict[str, object]) -> None:
         difference = float((model(rows) - network(rows)).abs().max())
     # 0.05 of logits that span about 20: what fp16 costs; a wrong reshape or activation costs more than 1
     if difference > 0.05:
-        raise RuntimeError(
-            f"stored model's logits differ from the trained network's by {difference:.3f}; export is wrong"
-        )
+        raise RuntimeError(f"stored model's logits differ from the trained network's by {difference:.3f}; export is wrong")
     scores = {**notes, "fp16_logit_difference": difference, "parameters": sum(p.numel() for p in network.parameters())}
     scores |= {"scores": all_scores(model, packer), "ablation": ablation_table(model, packer)}
     _replace(out / "scores.json", lambda path: path.write_text(json.dumps(_rounded(scores), indent=1) + "\n"))

@@ -151,10 +151,7 @@ def test_it_is_saved_and_read(by_kl, tmp_path):
     read = Allocation.load(path)
     assert dict(read) == dict(by_kl) and read.as_dict() == by_kl.as_dict()
     values = json.loads(path.read_text())
-    other = {
-        **values,
-        "sites": {**values["sites"], "blocks.0.mlp_out": {**values["sites"]["blocks.0.mlp_out"], "allocated": 7}},
-    }
+    other = {**values, "sites": {**values["sites"], "blocks.0.mlp_out": {**values["sites"]["blocks.0.mlp_out"], "allocated": 7}}}
     for text, message in (
         (json.dumps(other), r"allocation\.json: not what was written there as an allocation"),
         ("{", r"allocation\.json is not an allocation, or damaged"),

@@ -181,10 +181,7 @@ def test_auto_is_the_default_where_the_number_of_units_is_left_to_us(model):
     assert "units start as inputs (" in repr(told) and "by text" in repr(told)
     why = told.provenance["basis"]
     costs = swd.choose_basis(model, "all", TOKENS, progress=False).sites
-    assert (why["by"], why["inputs over outputs"]) == (
-        "text",
-        {site: of.inputs / of.outputs for site, of in costs.items()},
-    )
+    assert (why["by"], why["inputs over outputs"]) == ("text", {site: of.inputs / of.outputs for site, of in costs.items()})
     for given in ({"units": 16}, {"square_share": 0.2}, {"preset": "paper", "outer_iterations": 4}):
         made = swd.factorize(model, "mlp_out", **{**how, **given})
         assert "basis" not in made.provenance and "units start" not in repr(made)
@@ -208,9 +205,7 @@ def test_a_host_without_gradients_is_factorized_all_the_same(model, monkeypatch)
     how = {**QUICK, "preset": "quick", "sparsity": 0.5, "tokens": TOKENS}
     made = swd.factorize(model, ["attn_qkv", "mlp_out"], **how)
     assert {site: f.settings["basis"] for site, f in made.items()} == {
-        f"blocks.{layer}.{kind}": side
-        for layer in (0, 1)
-        for kind, side in (("attn_qkv", "paper"), ("mlp_out", "input"))
+        f"blocks.{layer}.{kind}": side for layer in (0, 1) for kind, side in (("attn_qkv", "paper"), ("mlp_out", "input"))
     }
     assert made.provenance["basis"] == {"by": "kind of matrix"}
     with pytest.raises(swd.UnsupportedHostError):
@@ -250,15 +245,10 @@ def test_a_text_of_several_factorizations_is_asked_once(monkeypatch):
 def test_without_text_that_says_something_auto_is_neurons_and_dimensions_of_heads(model):
     how = {**QUICK, "preset": "quick", "sparsity": 0.5}
     blind = swd.factorize(model, ["mlp_out", "attn_o"], basis="auto", calibration="zero-data", **how)
-    assert {site.rsplit(".", 1)[1]: f.settings["basis"] for site, f in blind.items()} == {
-        "attn_o": "input",
-        "mlp_out": "input",
-    }
+    assert {site.rsplit(".", 1)[1]: f.settings["basis"] for site, f in blind.items()} == {"attn_o": "input", "mlp_out": "input"}
     encoder, tokens = families.bridge("bert"), families.some_tokens(4, 12)
     assert (
-        swd.factorize(encoder, "blocks.0.mlp_out", basis="auto", tokens=tokens, **how)["blocks.0.mlp_out"].settings[
-            "basis"
-        ]
+        swd.factorize(encoder, "blocks.0.mlp_out", basis="auto", tokens=tokens, **how)["blocks.0.mlp_out"].settings["basis"]
         == "input"
     )
 

@@ -26,8 +26,6 @@ def test_without_ray_installed_the_error_says_what_to_install(monkeypatch):
 def test_ray_gives_the_same_bits_though_a_worker_is_killed():
     # In a process of its own: Ray speaks TCP, which pytest-socket blocks here.
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "RAY_AUTH_MODE": "disabled"}
-    done = subprocess.run(
-        [sys.executable, HERE / "workers_ray.py"], capture_output=True, text=True, timeout=240, env=environment
-    )
+    done = subprocess.run([sys.executable, HERE / "workers_ray.py"], capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "same bits, one worker killed", done.stdout + done.stderr

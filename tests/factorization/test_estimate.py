@@ -119,8 +119,7 @@ def test_blocks_that_differ_are_each_counted_as_they_are():
 
 def test_float64_grams_take_twice_as_much(model):
     single, double = (
-        swd.estimate(model, "mlp_*", tokens=TOKENS, calibration="dense", gram_dtype=dtype)
-        for dtype in ("float32", "float64")
+        swd.estimate(model, "mlp_*", tokens=TOKENS, calibration="dense", gram_dtype=dtype) for dtype in ("float32", "float64")
     )
     assert double.rows[0].held_bytes == 2 * single.rows[0].held_bytes
     assert double.rows[3].peak_bytes == single.rows[3].peak_bytes + 8 * 32 * 32
@@ -182,10 +181,7 @@ def test_many_matrices_share_lines():
 
 
 def test_tokens_as_a_number_or_none(model):
-    by_number, by_rows = (
-        swd.estimate(model, "all", tokens=32 * 4),
-        swd.estimate(model, "all", tokens=random_tokens(4, 32)),
-    )
+    by_number, by_rows = (swd.estimate(model, "all", tokens=32 * 4), swd.estimate(model, "all", tokens=random_tokens(4, 32)))
     assert by_number.rows == by_rows.rows
     nothing = swd.estimate(model, "all")
     assert nothing.calibration == "zero-data" and swd.estimate(model, "all", tokens=0).rows == nothing.rows
@@ -238,11 +234,7 @@ def test_the_printed_table():
 def test_an_estimate_goes_to_json_and_back_and_shows_itself():
     made = Estimate(ROWS, None, 1e11, "dense")
     assert Estimate.from_dict(json.loads(json.dumps(made.as_dict()))) == made
-    assert (
-        "<table" in made._repr_html_()
-        and "blocks.0.mlp_out" in made._repr_html_()
-        and "3.5 TFLOP" in made._repr_html_()
-    )
+    assert "<table" in made._repr_html_() and "blocks.0.mlp_out" in made._repr_html_() and "3.5 TFLOP" in made._repr_html_()
 
 
 def test_the_refusal_gives_the_numbers():
@@ -270,11 +262,7 @@ def test_factorize_refuses_before_the_host_is_touched(model, tmp_path, monkeypat
 
     made = swd.estimate(model, "mlp_out", tokens=TOKENS)
     monkeypatch.setattr(swd_lens.factorization.factorize, "available_bytes", lambda device: made.peak_bytes - 1)
-    places = {
-        "collect_grams": swd_lens.factorization.stages,
-        "attach": swd_lens.factorization.stages,
-        "solve": swd_lens.solver,
-    }
+    places = {"collect_grams": swd_lens.factorization.stages, "attach": swd_lens.factorization.stages, "solve": swd_lens.solver}
     for work, place in places.items():
         monkeypatch.setattr(place, work, never)
     with pytest.raises(swd.DoesNotFitError, match="factorizing 2 matrices needs"):

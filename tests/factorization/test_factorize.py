@@ -398,7 +398,5 @@ def test_estimate_and_allocate_know_each_matrix_basis(model):
     estimated = {row.site: row.units for row in swd.estimate(model, "all", basis="auto", tokens=(12, 9)).rows}
     assert estimated["blocks.1.mlp_out"] == 32 and estimated["blocks.1.attn_o"] == 16
     assert [row.units for row in swd.estimate((32, 16), basis="auto").rows] == [16]  # a matrix of no known kind
-    spent = swd.allocate(
-        model, "mlp_out", sparsity=0.5, tokens=TOKENS, by="error", basis="auto", preset="quick", progress=False
-    )
+    spent = swd.allocate(model, "mlp_out", sparsity=0.5, tokens=TOKENS, by="error", basis="auto", preset="quick", progress=False)
     assert spent.settings["options"] == {"basis": "auto"}

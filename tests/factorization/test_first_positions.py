@@ -17,9 +17,7 @@ OPTIONS = {"sparsity": 0.5, "preset": "paper", "outer_iterations": 4, "progress"
 def with_a_sink():
     """A host whose first position is far larger than any other at what blocks.0.mlp_out reads."""
     model = toy_model()
-    model.add_hook(
-        "blocks.0.mlp.hook_post", lambda h, hook: torch.cat([300 * h[:, :1], h[:, 1:]], 1), is_permanent=True
-    )
+    model.add_hook("blocks.0.mlp.hook_post", lambda h, hook: torch.cat([300 * h[:, :1], h[:, 1:]], 1), is_permanent=True)
     return model
 
 

@@ -135,9 +135,7 @@ def test_starting_again_is_refused_while_a_shard_is_made(model, tmp_path, monkey
     shard, calls = tmp_path / "shards" / "1-of-2", count_solves(monkeypatch)
     with writing(shard, "factorize"):
         refusal = in_a_thread(lambda: swd.factorize(toy_model(), "mlp_out", **DENSE, out=tmp_path, overwrite=True))
-        again = in_a_thread(
-            lambda: swd.factorize(toy_model(), "mlp_out", **DENSE, out=tmp_path, shard="1/2", overwrite=True)
-        )
+        again = in_a_thread(lambda: swd.factorize(toy_model(), "mlp_out", **DENSE, out=tmp_path, shard="1/2", overwrite=True))
     for error in (refusal, again):
         assert isinstance(error, FolderInUseError) and str(error).startswith(str(shard))
     assert not calls and not (tmp_path / "factors.json").exists()

@@ -70,9 +70,7 @@ def test_the_end_of_a_path_keeps_the_goal_on_text_that_it_was_not_fitted_on():
     assert taken["KL"] == pytest.approx(judged.kl, rel=1e-6) and CLOSE * 1e-3 <= judged.kl <= 1e-3
     assert int(taken["edges"]) == factors.edges and set(tried["method"]) == {"as given"}
     assert all(tried["KL"][tried["s"] > taken["s"]] > 1e-3)
-    fitted = swd.factorize(
-        model(), SITE, tokens=text()[:-n], sparsity=float(taken["s"]), preset="pruned", progress=False
-    )
+    fitted = swd.factorize(model(), SITE, tokens=text()[:-n], sparsity=float(taken["s"]), preset="pruned", progress=False)
     assert torch.equal(fitted[SITE].read, factors[SITE].read)
     assert f"KL {taken['KL']:.3g}" in str(factors)
 

@@ -75,9 +75,7 @@ def test_a_site_that_no_forward_reads_or_that_is_read_twice_is_an_error(model, m
     run_blocks = type(host_of(model)).run_blocks
     tokens, sites = random_tokens(4, 6), find_sites(model, ["blocks.0.mlp_in", "blocks.1.mlp_out", "blocks.1.attn_o"])
     monkeypatch.setattr(type(host_of(model)), "run_blocks", lambda self, rows, n: run_blocks(self, rows, n - 1))
-    with pytest.raises(
-        swd.UnsupportedHostError, match=r"the input of blocks\.1\.attn_o, blocks\.1\.mlp_out: it goes by"
-    ):
+    with pytest.raises(swd.UnsupportedHostError, match=r"the input of blocks\.1\.attn_o, blocks\.1\.mlp_out: it goes by"):
         collect_grams(model, sites, tokens)
 
     def twice(self, *how):

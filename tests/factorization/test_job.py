@@ -14,11 +14,7 @@ from tests.micro import random_tokens
 
 def test_the_solver_is_told_the_number_of_tokens(model, monkeypatch):
     seen, solve = [], swd_lens.solver.solve
-    monkeypatch.setattr(
-        swd_lens.solver,
-        "solve",
-        lambda *a, **n: seen.append((n["tokens"], n["units"])) or solve(*a, **n),
-    )
+    monkeypatch.setattr(swd_lens.solver, "solve", lambda *a, **n: seen.append((n["tokens"], n["units"])) or solve(*a, **n))
     swd.factorize(model, "blocks.0.mlp_out", **QUICK, tokens=TOKENS)
     swd.factorize(model, "blocks.0.mlp_out", **QUICK, units=16)
     assert seen == [(108, None), (None, 16)]

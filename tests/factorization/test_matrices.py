@@ -37,9 +37,7 @@ def test_basis_neurons_is_their_side_and_the_papers_elsewhere(model, tmp_path):
         side = sides.get(site.rsplit(".", 1)[1], "paper")
         assert f.settings["basis"] == side
         if site.startswith("blocks.0."):
-            assert_same(
-                FactorSet({site: f}), FactorSet(swd.factorize(model, site, basis=side, **how)), provenance=False
-            )
+            assert_same(FactorSet({site: f}), FactorSet(swd.factorize(model, site, basis=side, **how)), provenance=False)
     assert made["blocks.0.mlp_out"].n_units == made["blocks.0.mlp_out"].d_in
     # Finished matrices are taken over: the recipe names the basis of each.
     again = swd.factorize(model, "all", basis="neurons", out=tmp_path, **how)

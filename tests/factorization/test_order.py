@@ -14,9 +14,7 @@ def test_one_worker_is_this_process_with_its_threads_restored():
     threads = torch.get_num_threads()
     seen, steps = [], []
     with open_workers(1, threads=threads + 1) as workers:
-        results = workers.solve(
-            [task(0), task(1)], on_iteration=lambda step: steps.append((torch.get_num_threads(), step.total))
-        )
+        results = workers.solve([task(0), task(1)], on_iteration=lambda step: steps.append((torch.get_num_threads(), step.total)))
         for solved in results:
             seen.append(solved.site)
             assert torch.get_num_threads() == threads  # the caller's own work keeps its threads

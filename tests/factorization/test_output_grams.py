@@ -92,8 +92,7 @@ def test_passes_have_room_for_their_sums(model, monkeypatch):
 
 def test_what_it_keeps_and_says(model):
     plain, made = (
-        swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, calibration="dense", weigh_outputs=w)
-        for w in (False, True)
+        swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, calibration="dense", weigh_outputs=w) for w in (False, True)
     )
     assert made.provenance["weigh_outputs"] is True and "weigh_outputs" not in plain.provenance
     for site in made:

@@ -28,9 +28,7 @@ def test_parcels_keep_every_bit():
 
 @pytest.mark.slow
 def test_a_worker_process_does_without_transformer_lens():
-    program = BOOTSTRAP.replace(
-        "main(tasks, results, int(sys.argv[2]))", "results.write(' '.join(sys.modules).encode())"
-    )
+    program = BOOTSTRAP.replace("main(tasks, results, int(sys.argv[2]))", "results.write(' '.join(sys.modules).encode())")
     assert program != BOOTSTRAP
     where = json.dumps([sys.path, str(HERE.parents[1] / "swd_lens")])
     done = subprocess.run([sys.executable, "-c", program, where, "1"], capture_output=True, text=True, check=True)

@@ -53,8 +53,7 @@ def test_a_task_without_company_is_solved_here_with_all_threads_unless_their_num
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"workers": 0}, {"workers": -2}, {"workers": True}, {"workers": "2"}, {"threads": 0}, {"retries": -1}],
+    "arguments", [{"workers": 0}, {"workers": -2}, {"workers": True}, {"workers": "2"}, {"threads": 0}, {"retries": -1}]
 )
 def test_open_workers_refuses_what_is_no_number(arguments):
     (name, value), *_ = arguments.items()
@@ -157,9 +156,7 @@ def test_a_killed_worker_is_replaced_and_one_that_always_dies_is_named():
 
         with (
             pytest.warns(RuntimeWarning, match="trying again"),
-            pytest.raises(
-                WorkerLostError, match=r"^deadly \(2, 2\): .*died 2 times out of 2 .*SIGKILL.* 3 GB.*fewer workers"
-            ),
+            pytest.raises(WorkerLostError, match=r"^deadly \(2, 2\): .*died 2 times out of 2 .*SIGKILL.* 3 GB.*fewer workers"),
         ):
             list(workers.solve([SolveTask("deadly", torch.eye(2), options={"x": Poison()}, bytes=3 * 10**9)]))
 
@@ -205,11 +202,7 @@ def test_no_worker_outlives_an_interrupted_or_killed_parent():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
     parents = {
         how: subprocess.Popen(
-            [sys.executable, "-c", LONG],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
+            [sys.executable, "-c", LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
         for how in (signal.SIGINT, signal.SIGKILL)
     }

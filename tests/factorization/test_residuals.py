@@ -123,9 +123,7 @@ def test_stages_may_be_left_out_and_repeated_but_do_not_go_back(model):
             assert [start and start.layer for _, start in residuals.batches()] == [layer or None] * 3
             assert torch.equal(torch.cat([tokens for tokens, _ in residuals.batches()]), TOKENS)
         for layer in (2, 4, -1):
-            with pytest.raises(
-                ValueError, match=f"block 3 is kept, and residuals go forward only, .* got layer={layer}"
-            ):
+            with pytest.raises(ValueError, match=f"block 3 is kept, and residuals go forward only, .* got layer={layer}"):
                 residuals.advance(layer)
         with pytest.raises(ValueError, match=r"blocks\.2\.mlp_in, blocks\.2\.mlp_out lie before block 3, where"):
             collect_grams(model, find_sites(model, ["blocks.2.mlp_*", "blocks.3.mlp_in"]), None, residuals=residuals)
@@ -181,9 +179,7 @@ def test_units_that_change_behind_the_residuals_back_end_them(model, factors):
 def test_too_small_a_disk_means_whole_runs_and_a_warning(model, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
     with Residuals(model, TOKENS, ROWS, tmp_path) as residuals:
-        with pytest.warns(
-            UserWarning, match=r"residuals of 63 tokens need 0\.0 GB of disk, and 0\.0 GB are free in .*TMPDIR"
-        ):
+        with pytest.warns(UserWarning, match=r"residuals of 63 tokens need 0\.0 GB of disk, and 0\.0 GB are free in .*TMPDIR"):
             residuals.advance(1)
         assert not residuals.kept and residuals.layer == 0 and list(tmp_path.iterdir()) == []
         assert all(start is None for _, start in residuals.batches())

@@ -47,9 +47,7 @@ def test_per_block_reads_behind_the_earlier_blocks_only(model, monkeypatch):
     with swd.attach(model, {site.name: made[site.name] for site in first}):
         grams |= collect_grams(model, [site for site in sites.values() if site.layer == 1], TOKENS).by_site
     for name in sites:
-        alone = swd.solve(
-            made[name].weight, grams[name], 0.5, tokens=TOKENS.numel(), preset="paper", outer_iterations=4
-        )
+        alone = swd.solve(made[name].weight, grams[name], 0.5, tokens=TOKENS.numel(), preset="paper", outer_iterations=4)
         assert torch.equal(alone.read, made[name].read) and torch.equal(alone.write, made[name].write)
     # It is neither of the others.
     for other in ("sequential", "dense"):
@@ -117,11 +115,7 @@ def _interrupt(*arguments, **named):
 def test_what_a_killed_process_left_is_removed(model, tmp_path):
     left_by_a_killed_process(tmp_path / "swd-lens-residuals")
     swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=tmp_path)
-    assert sorted(path.name[:17] for path in tmp_path.iterdir()) == [
-        "blocks.0.mlp_out.",
-        "blocks.1.mlp_out.",
-        "factors.json",
-    ]
+    assert sorted(path.name[:17] for path in tmp_path.iterdir()) == ["blocks.0.mlp_out.", "blocks.1.mlp_out.", "factors.json"]
     # Interrupted before the first matrix is finished, nothing is left of a folder that was not there.
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
         patch.setattr("swd_lens.solver.solve", _interrupt)

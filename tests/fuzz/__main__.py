@@ -76,9 +76,7 @@ class State:
         rows.append(("all", str(sums.total()), *(str(sums[each]) for each in OUTCOMES)))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [
-            " | ".join(
-                cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            )
+            " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
             for row in rows
         ]
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:-1], "-" * len(lines[0]), lines[-1]])
@@ -89,9 +87,7 @@ def one_line(seed: int, section: str, outcome: Outcome) -> str:
     return f"seed {seed} {section}/{outcome.number} | {outcome.kind} | {outcome.damage} | {outcome.outcome} | {text}"
 
 
-def run_section(
-    section: str, tried: Callable[[int], Outcome], state: State, n: int, jobs: int, end: float | None = None
-) -> None:
+def run_section(section: str, tried: Callable[[int], Outcome], state: State, n: int, jobs: int, end: float | None = None) -> None:
     """Try all numbers below n that are not done, `jobs` children at a time.
 
     Args:
@@ -140,9 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--state", type=Path, default=None, help="JSON file of what is done; default: none")
     parser.add_argument("--fresh", action="store_true", help="begin again, whatever the state says")
     parser.add_argument("--seconds", type=float, default=None, help="begin nothing after so many seconds")
-    parser.add_argument(
-        "--replay", nargs="*", default=None, metavar="SECTION/NUMBER", help="try these alone: case/17 kill/3"
-    )
+    parser.add_argument("--replay", nargs="*", default=None, metavar="SECTION/NUMBER", help="try these alone: case/17 kill/3")
     parser.add_argument("--keep", type=Path, default=None, help="with --replay: keep the damaged things of cases here")
     asked = parser.parse_args(arguments)
     kinds = asked.kinds or list(KINDS)

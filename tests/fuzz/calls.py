@@ -303,7 +303,5 @@ SAVES: dict[str, Saved] = {
     "graph": Saved("g.json", lambda path, seed: _graph(seed).to_json(path), UnitGraph.load),
     "edit": Saved("e.edit", lambda path, seed: _edit(seed).save(path), Edit.load),
     "labels": Saved("labels.jsonl", lambda path, seed: _labels(seed).save(path), UnitLabels.load),
-    "units.jsonl": Saved(
-        "units.jsonl", lambda path, seed: _audit(seed)[0].export(path, _audit(seed)[1]), UnitLabels.load
-    ),
+    "units.jsonl": Saved("units.jsonl", lambda path, seed: _audit(seed)[0].export(path, _audit(seed)[1]), UnitLabels.load),
 }

@@ -113,9 +113,7 @@ class Fixtures:
         shutil.copytree(self.path(name, 0), case)
 
         def harm() -> None:
-            files = sorted(
-                f.relative_to(case).as_posix() for f in case.glob(kind.names) if f.is_file() and f.name[0] != "."
-            )
+            files = sorted(f.relative_to(case).as_posix() for f in case.glob(kind.names) if f.is_file() and f.name[0] != ".")
             others = case if kind.live else self.path(name, 1)
             done.append(damage(rng, case, others, files, kind.sealed))
             if self.keep is not None:
@@ -194,9 +192,7 @@ def _limit_memory(more: int = 3 << 30) -> None:
 # ---------------------------------------------------------------------------------------------- documented errors
 
 
-def undocumented(
-    raised: BaseException, classes: Sequence[str], path: Path, gone: bool = False, by_path: bool = True
-) -> str:
+def undocumented(raised: BaseException, classes: Sequence[str], path: Path, gone: bool = False, by_path: bool = True) -> str:
     """ "" if this is a documented error of one of the classes that names the path; else what it is, with its place.
 
     Args:

@@ -29,12 +29,7 @@ def damage(rng: random.Random, folder: Path, others: Path, files: list[str], sea
     """
     name = rng.choice(files)
     path = folder / name
-    kinds: list[tuple[int, Callable[..., Damage | None]]] = [
-        (8, _bytes),
-        (4, _whole_file),
-        (3, _swapped),
-        (2, _half_copied),
-    ]
+    kinds: list[tuple[int, Callable[..., Damage | None]]] = [(8, _bytes), (4, _whole_file), (3, _swapped), (2, _half_copied)]
     if path.suffix in (".json", ".jsonl"):
         kinds.append((12, json_damage))
     elif is_safetensors(path):
@@ -104,9 +99,7 @@ def _whole_file(rng: random.Random, folder: Path, others: Path, name: str, seale
         path.symlink_to(path.parent / "nowhere")
         return Damage(f"{name}: a dangling link in its place", removed=True)
     if how == 3:
-        path.write_bytes(
-            rng.choice((b"{}", b"[]", b"null", b"\n", b"\xef\xbb\xbf{}", b"PK\x03\x04", b'"x"', b"\0" * 64))
-        )
+        path.write_bytes(rng.choice((b"{}", b"[]", b"null", b"\n", b"\xef\xbb\xbf{}", b"PK\x03\x04", b'"x"', b"\0" * 64)))
         return Damage(f"{name}: holds {path.read_bytes()!r}")
     return path_is_gone
 
@@ -121,9 +114,7 @@ def _swapped(rng: random.Random, folder: Path, others: Path, name: str, sealed: 
         mate = rng.choice(mates)
         shutil.copyfile(mate, path)
         return Damage(f"{name}: is now {mate.relative_to(folder)}")
-    mates = sorted(
-        each for each in others.rglob("*") if each.is_file() and _place(each, others) == _place(path, folder)
-    )
+    mates = sorted(each for each in others.rglob("*") if each.is_file() and _place(each, others) == _place(path, folder))
     n_files = sum(1 for each in folder.rglob("*") if each.is_file())
     # Of a single file the other set's is a thing of its own.
     if not mates or n_files == 1 or mates[0].read_bytes() == path.read_bytes():

@@ -58,9 +58,7 @@ class Disks:
         case = self.folder / f"{number}"
         case.mkdir()
         try:
-            how, outcome, text = getattr(self, f"_{kind.replace(', ', '_').replace(' ', '_').replace('-', '_')}")(
-                name, case, rng
-            )
+            how, outcome, text = getattr(self, f"_{kind.replace(', ', '_').replace(' ', '_').replace('-', '_')}")(name, case, rng)
         finally:
             shutil.rmtree(case, ignore_errors=True)
         return Outcome(number, kind, f"{name}: {how}", outcome, text[:500])

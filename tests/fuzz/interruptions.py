@@ -123,9 +123,7 @@ class Sender:
 
     def __enter__(self) -> "Sender":
         command = [sys.executable, "-S", "-c", _SENDER, str(os.getpid())]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
         self.armed, self.former = False, signal.signal(signal.SIGINT, self._receive)
         return self
 

@@ -123,9 +123,7 @@ class Kills:
             shutil.rmtree(case)
         return self._undisturbed[name]
 
-    def _killed(
-        self, function: Callable[[], Any], rng: random.Random, seconds: float, n_events: int, case: Path
-    ) -> str:
+    def _killed(self, function: Callable[[], Any], rng: random.Random, seconds: float, n_events: int, case: Path) -> str:
         """Run it and kill it at a moment drawn from the generator; says when."""
         if rng.random() < 0.5:
             event = rng.randint(1, max(1, n_events))
@@ -151,9 +149,7 @@ class Kills:
         if not fresh:
             saved.save(path, 0)
         n_events = self._n_events(name)
-        how = self._killed(lambda: saved.save(path, 1), rng, 0.02, n_events, case) + (
-            ", nothing there" if fresh else ""
-        )
+        how = self._killed(lambda: saved.save(path, 1), rng, 0.02, n_events, case) + (", nothing there" if fresh else "")
         try:
             values = run(lambda: values_of(saved.load(path)), SECONDS)
         except Raised as raised:
@@ -170,9 +166,7 @@ class Kills:
             return how, "other exception", f"saved again: {end}"
         if changed := difference(new, values):
             return how, "silent", f"saved again: {changed}"
-        if left := [
-            each for each in _files(case / "out") if ".part" in each or each.rpartition("/")[2].startswith(".")
-        ]:
+        if left := [each for each in _files(case / "out") if ".part" in each or each.rpartition("/")[2].startswith(".")]:
             return how, "other exception", f"left over after success: {left[:5]}"
         return how, "original", ""
 

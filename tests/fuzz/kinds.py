@@ -166,28 +166,19 @@ KINDS: dict[str, Kind] = {
     "transcoder units": _saved("transcoder units", _UNITS),
     "VPD units": _saved("VPD units", _UNITS),
     "transcoder, finished": Kind(_version(calls.transcoder), calls.transcoder, (_RUN, _UNITS)),
-    "transcoder, interrupted": Kind(
-        _interrupted(calls.transcoder, Engine, "advance", 3), calls.transcoder, (_RUN, _UNITS)
-    ),
+    "transcoder, interrupted": Kind(_interrupted(calls.transcoder, Engine, "advance", 3), calls.transcoder, (_RUN, _UNITS)),
     "vpd_recon, finished": Kind(_version(calls.vpd_recon), calls.vpd_recon, (_RUN, _UNITS), 2),
-    "vpd_recon, interrupted": Kind(
-        _interrupted(calls.vpd_recon, Engine, "advance", 3), calls.vpd_recon, (_RUN, _UNITS), 1
-    ),
+    "vpd_recon, interrupted": Kind(_interrupted(calls.vpd_recon, Engine, "advance", 3), calls.vpd_recon, (_RUN, _UNITS), 1),
     "vpd_kl, interrupted": Kind(_interrupted(calls.vpd_kl, Engine, "advance", 3), calls.vpd_kl, (_RUN, _UNITS), 1),
     "finetune, finished": Kind(_version(calls.finetune), calls.finetune, (_RUN, _FACTORS)),
-    "finetune, interrupted": Kind(
-        _interrupted(calls.finetune, Engine, "advance", 3), calls.finetune, (_RUN, "FinetuneError"), 2
-    ),
+    "finetune, interrupted": Kind(_interrupted(calls.finetune, Engine, "advance", 3), calls.finetune, (_RUN, "FinetuneError"), 2),
     "sparse_pretrain, finished": Kind(_version(calls.sparse_pretrain), calls.sparse_pretrain, (_RUN, _UNITS)),
     "sparse_pretrain, interrupted": Kind(
         _interrupted(calls.sparse_pretrain, Engine, "advance", 3), calls.sparse_pretrain, (_RUN, _UNITS), 1
     ),
     "replace_model": Kind(_version(calls.replace_model), calls.replace_model, (_RUN, _FACTORS, "AttachError"), 1),
     "replace_model, interrupted": Kind(
-        _interrupted(calls.replace_model, Engine, "advance", 3),
-        calls.replace_model,
-        (_RUN, _FACTORS, "FinetuneError"),
-        1,
+        _interrupted(calls.replace_model, Engine, "advance", 3), calls.replace_model, (_RUN, _FACTORS, "FinetuneError"), 1
     ),
     "residuals in use": Kind(lambda folder, version: None, _residuals, ("OSError", "ValueError"), 1, live=True),
     # FileNotFoundError: a method that has another name goes with a folder of that name.
@@ -198,9 +189,7 @@ KINDS: dict[str, Kind] = {
     "allocation": _saved("allocation"),
     "efficiency": _saved("efficiency"),
     "run_study, finished": Kind(_version(calls.study_in_parts), calls.study_in_parts, (_RUN,), 1),
-    "run_study, interrupted": Kind(
-        _interrupted(calls.study_in_parts, StepCache, "tensors", 3), calls.study_in_parts, (_RUN,), 1
-    ),
+    "run_study, interrupted": Kind(_interrupted(calls.study_in_parts, StepCache, "tensors", 3), calls.study_in_parts, (_RUN,), 1),
     "data_efficiency, resumed": Kind(_version(calls.data_efficiency), calls.data_efficiency, ("ValueError", _RUN), 1),
     "graph": _saved("graph"),
     "edit": _saved("edit", "EditError"),

@@ -67,9 +67,7 @@ def json_damage(rng: random.Random, folder: Path, others: Path, name: str, seale
     except ValueError:
         return None
     if path.suffix == ".jsonl" and len(written) > 1 and rng.random() < 0.2:
-        changed, what = rng.choice(
-            ((None, "dropped"), (lines[i] + "\n" + lines[i], "twice"), (lines[i - 1], "another"))
-        )
+        changed, what = rng.choice(((None, "dropped"), (lines[i] + "\n" + lines[i], "twice"), (lines[i - 1], "another")))
     former = sha256(path)
     lines[i : i + 1] = [] if changed is None else [changed]
     path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
@@ -147,9 +145,7 @@ def _mutate(rng: random.Random, values: Any, spot: tuple[Any, ...]) -> tuple[Any
 def _other_text(rng: random.Random, text: str) -> str:
     if len(text) == 64 and re.fullmatch("[0-9a-f]+", text):
         return "0" * 64
-    return rng.choice(
-        (f"{text}x", text[:-1], text.upper(), "other", text.replace("1", "0"), text.replace("mlp", "attn"))
-    )
+    return rng.choice((f"{text}x", text[:-1], text.upper(), "other", text.replace("1", "0"), text.replace("mlp", "attn")))
 
 
 def _spots(values: Any, path: tuple[Any, ...]) -> Any:
@@ -239,15 +235,11 @@ def _other_tensor(rng: random.Random, tensors: dict[str, torch.Tensor], metadata
         tensors[name] = tensors.pop(key)
         return f"{key} renamed to {name!r}"
     if how == 2:
-        dtype = rng.choice(
-            (torch.float64, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8, torch.complex64)
-        )
+        dtype = rng.choice((torch.float64, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8, torch.complex64))
         tensors[key] = tensor.to(dtype)
         return f"{key} became {dtype}"
     if how == 3:
-        tensors[key] = rng.choice(
-            (tensor.flatten(), tensor[None], tensor.flatten()[:0], torch.zeros(()), tensor.T.contiguous())
-        )
+        tensors[key] = rng.choice((tensor.flatten(), tensor[None], tensor.flatten()[:0], torch.zeros(()), tensor.T.contiguous()))
         return f"{key} became {tuple(tensors[key].shape)}"
     if how == 4:
         tensors[key] = tensor.flatten()[: rng.randint(0, tensor.numel())].clone()

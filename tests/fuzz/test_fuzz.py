@@ -13,26 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(
-    int(version("transformer_lens").split(".")[0]) >= 4,
-    reason="needs HookedTransformer, which transformer_lens 4 lacks",
+    int(version("transformer_lens").split(".")[0]) >= 4, reason="needs HookedTransformer, which transformer_lens 4 lacks"
 )
 
 
 @pytest.mark.slow
 def test_bars():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [
-        sys.executable,
-        "-m",
-        "tests.fuzz",
-        "--cases",
-        "1200",
-        "--kills",
-        "25",
-        "--rounds",
-        "25",
-        "--disks",
-        "25",
-    ]
+    command = [sys.executable, "-m", "tests.fuzz", "--cases", "1200", "--kills", "25", "--rounds", "25", "--disks", "25"]
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
     assert ended.returncode == 0, f"{ended.stdout[-6000:]}\n{ended.stderr[-3000:]}"

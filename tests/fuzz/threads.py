@@ -83,8 +83,7 @@ class Hosts:
         kits, counts, go = self.kits[kind], Counter[str](), threading.Barrier(n_threads)
         before = [everything(kit.model) for kit in kits]
         plans = [
-            [(rng.randrange(n_hosts), name) for name in rng.choices(list(THINGS), WEIGHTS, k=things)]
-            for _ in range(n_threads)
+            [(rng.randrange(n_hosts), name) for name in rng.choices(list(THINGS), WEIGHTS, k=things)] for _ in range(n_threads)
         ]
 
         def run(plan: list[tuple[int, str]]) -> None:

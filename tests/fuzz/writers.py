@@ -55,10 +55,7 @@ def _saves(name: str, *absent: str) -> Shared:
         return lambda path: saved.save(path, version)
 
     return Shared(
-        {f"save {version}": writer(version) for version in (0, 1)},
-        saved.load,
-        absent or ("FileNotFoundError",),
-        name=saved.name,
+        {f"save {version}": writer(version) for version in (0, 1)}, saved.load, absent or ("FileNotFoundError",), name=saved.name
     )
 
 
@@ -88,9 +85,7 @@ SHARED: dict[str, tuple[Shared, float]] = {
     "saved factors": (_saves("factors"), 3),
     "finetune": (Shared(_TUNED, lambda out: calls.swd.FactorSet.load(out / "factors")), 1),
     "transcoder": (
-        Shared(
-            {"transcoder": calls.transcoder, "other": lambda out: calls.transcoder(out, 1)}, _learned, ("TrainError",)
-        ),
+        Shared({"transcoder": calls.transcoder, "other": lambda out: calls.transcoder(out, 1)}, _learned, ("TrainError",)),
         1,
     ),
     "units": (_saves("transcoder units", "TrainError"), 1),

@@ -91,9 +91,7 @@ def test_stretched_rotary_positions_are_left_to_the_kind_that_computes_them(name
 def test_a_wrong_host_is_refused_and_a_slightly_wrong_one_warned_of(monkeypatch, dtype):
     step = torch.finfo(getattr(torch, dtype)).eps
     with loaded_with(monkeypatch, scaled(1 + max(2e-3, 4 * step))):
-        with pytest.raises(
-            HostDiffersError, match=r"other logits than transformers' own .* at position \d+ of a row of 32"
-        ):
+        with pytest.raises(HostDiffersError, match=r"other logits than transformers' own .* at position \d+ of a row of 32"):
             load_host(folder("llama"), "bridge", dtype=dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -145,8 +143,7 @@ def test_a_model_that_takes_more_than_tokens_is_not_compared_and_that_is_said(mo
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
     with pytest.warns(
-        UserWarning,
-        match="without being compared .*: transformers' own model does not run on tokens alone .*pixel_values",
+        UserWarning, match="without being compared .*: transformers' own model does not run on tokens alone .*pixel_values"
     ):
         model = load_host(folder("llama"), "bridge")
     assert difference_of(model) is None
@@ -197,10 +194,7 @@ def test_a_wrong_one_is_refused_and_auto_takes_the_bridge(wrong, monkeypatch):
     assert type(load_host(folder("gpt2"), "hooked", check=False)).__name__ == "HookedTransformer"
     assert type(load_host(folder("gpt2"), check=False)).__name__ == "HookedTransformer"
     assert type(load_host(folder("gpt2"))).__name__ == "TransformerBridge"
-    with (
-        loaded_with(monkeypatch, scaled(1.02)),
-        pytest.raises(HostDiffersError, match="Another version of transformer_lens"),
-    ):
+    with loaded_with(monkeypatch, scaled(1.02)), pytest.raises(HostDiffersError, match="Another version of transformer_lens"):
         load_host(folder("gpt2"))
     with loaded_with(monkeypatch, scaled(1.02)), pytest.raises(HostDiffersError, match='Try kind="hooked"'):
         load_host(folder("gpt2"), "bridge")
@@ -238,9 +232,7 @@ def test_a_name_is_compared_too_and_its_checkpoint_read_once(is_wrong, monkeypat
 @needs_hooked
 def test_a_name_whose_weights_transformers_does_not_read_is_not_compared(monkeypatch):
     named = load_host(folder("gpt2"), "hooked", check=False)
-    monkeypatch.setattr(
-        transformer_lens.HookedTransformer, "from_pretrained_no_processing", lambda name, hf_model, **_: named
-    )
+    monkeypatch.setattr(transformer_lens.HookedTransformer, "from_pretrained_no_processing", lambda name, hf_model, **_: named)
     monkeypatch.setattr("swd_lens.hosts.load._config", lambda *_: named.cfg)
     with pytest.warns(UserWarning, match="transformer_lens loads it without transformers' own model"):
         model = load_host("solu-1l", "hooked")

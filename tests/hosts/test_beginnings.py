@@ -223,10 +223,7 @@ def test_predictions_at_and_of_special_tokens_are_left_out(model):
     assert "(5 positions left out)" in measured.title()
     y = {}
     for name, units in (("dense", nullcontext), ("own", lambda: swd.attach(model, factors))):
-        with (
-            units(),
-            host_of(model).outputs(find_sites(model, SITE), lambda site, out, n=name: y.update({n: out.double()})),
-        ):
+        with units(), host_of(model).outputs(find_sites(model, SITE), lambda site, out, n=name: y.update({n: out.double()})):
             host_of(model).run(rows)
     lost = (y["own"] - y["dense"])[counted].square().sum() / y["dense"][counted].square().sum()
     assert measured.relmse[SITE] == pytest.approx(float(lost), rel=1e-4)

@@ -12,8 +12,7 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    find_spec("transformer_lens.HookedTransformer") is None,
-    reason="torch.compile is promised for HookedTransformer only",
+    find_spec("transformer_lens.HookedTransformer") is None, reason="torch.compile is promised for HookedTransformer only"
 )
 def test_units_compile_into_one_graph_that_is_not_compiled_anew():
     root = Path(__file__).resolve().parents[2]

@@ -14,10 +14,7 @@ from tests.hosts.test_families import HAS_HOOKED
 def test_stacked_weights_are_refused_where_a_layer_is_attached(kind, name):
     """Upstream stacks the layers that are left, and says so in a log only."""
     model = getattr(families, kind)(name)
-    dense = {
-        which: getattr(model, which)
-        for which in ("W_Q", "W_O", "W_in", "W_out", "b_out" if name == "gpt2" else "W_gate")
-    }
+    dense = {which: getattr(model, which) for which in ("W_Q", "W_O", "W_in", "W_out", "b_out" if name == "gpt2" else "W_gate")}
     with swd.attach(model, baselines.svd(model, ["blocks.1.mlp_out", "blocks.0.attn_o"])):
         with pytest.raises(RuntimeError, match=r"model\.W_out was read while blocks\.1\.mlp_out is attached"):
             model.W_out  # noqa: B018

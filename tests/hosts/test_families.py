@@ -67,9 +67,7 @@ def test_a_folder_computes_what_transformers_computes(kind, family):
     with torch.no_grad():
         assert relative(model(TOKENS), families.reference(family)(TOKENS).logits) < 1e-5
     assert type(model).__name__ == ("HookedTransformer" if kind == "hooked" else "TransformerBridge")
-    assert (
-        not model.training and model.cfg.model_name == families.checkpoint(family).name
-    )  # and not where the folder lies
+    assert not model.training and model.cfg.model_name == families.checkpoint(family).name  # and not where the folder lies
 
 
 # ---------------------------------------------------------------------------------------------- exact factors
@@ -108,9 +106,7 @@ def test_both_kinds_of_host_agree():
         hooked, bridge = shared("hooked", family), shared("bridge", family)
         assert [str(site) for site in find_sites(hooked)] == [str(site) for site in find_sites(bridge)]
         factors = swd.factorize(hooked, "all", sparsity=0.4, outer_iterations=3, tokens=TOKENS, progress=False)
-        assert all(
-            torch.equal(host_of(bridge).weight(site), host_of(hooked).weight(site)) for site in find_sites(bridge)
-        )
+        assert all(torch.equal(host_of(bridge).weight(site), host_of(hooked).weight(site)) for site in find_sites(bridge))
         seen = []
         for model in (hooked, bridge):  # the same set: the fingerprints agree, too, or attaching would refuse
             with torch.no_grad(), swd.attach(model, factors):
@@ -217,8 +213,7 @@ def test_generic_activation_patch_finds_the_units(kind, family):
         # Done by hand, in the last layer: there a causal model's last position alone decides.
         last = model.cfg.n_layers - 1
         patched = model.run_with_hooks(
-            corrupted,
-            fwd_hooks=[(f"blocks.{last}.hook_mlp_out_unit", lambda z, hook: _with_last(z, clean_cache[hook.name]))],
+            corrupted, fwd_hooks=[(f"blocks.{last}.hook_mlp_out_unit", lambda z, hook: _with_last(z, clean_cache[hook.name]))]
         )
         assert results.shape == (model.cfg.n_layers, 9)
         assert float(results[last, -1]) == pytest.approx(float(margin(patched)), abs=1e-5)
@@ -295,9 +290,7 @@ def test_a_printed_host_shows_its_units_one_line_per_site(kind, family):
 
 
 # BERT counts positions from the left, whatever is padding: it is padded on the right.
-PADDED = [
-    (kind, family, side) for kind, family in HOSTS for side in ("left", "right") if (family, side) != ("bert", "left")
-]
+PADDED = [(kind, family, side) for kind, family in HOSTS for side in ("left", "right") if (family, side) != ("bert", "left")]
 
 
 @pytest.mark.quick_cases(3)
@@ -311,9 +304,7 @@ def test_a_padded_batch_gives_row_by_row_what_single_prompts_give(kind, family, 
         batch[row, where], mask[row, where] = prompt, 1
     with torch.no_grad(), swd.attach(model, quick_factors(kind, family)) as attachment:
         names = {site.hook_name for site in attachment.sites}
-        logits, cached = model.run_with_cache(
-            batch, attention_mask=mask, padding_side=side, names_filter=names.__contains__
-        )
+        logits, cached = model.run_with_cache(batch, attention_mask=mask, padding_side=side, names_filter=names.__contains__)
         for row, (prompt, where) in enumerate(zip(prompts, real, strict=True)):
             alone, z_alone = model.run_with_cache(
                 prompt[None], attention_mask=torch.ones_like(prompt[None]), names_filter=names.__contains__

@@ -45,9 +45,7 @@ def written(path, quantized="Q8_0", *, add_bos=False, state_type=True):
     rng, shapes = np.random.default_rng(0), {"token_embd": (len(LETTERS), D), "output": (len(LETTERS), D)}
     for layer in range(LAYERS):
         shapes |= {f"blk.{layer}.attn_{part}": (D, D) for part in ("q", "k", "v", "output")}
-        shapes |= {f"blk.{layer}.ffn_{part}": (D_MLP, D) for part in ("gate", "up")} | {
-            f"blk.{layer}.ffn_down": (D, D_MLP)
-        }
+        shapes |= {f"blk.{layer}.ffn_{part}": (D_MLP, D) for part in ("gate", "up")} | {f"blk.{layer}.ffn_down": (D, D_MLP)}
     kept = {}
     for name, shape in shapes.items():
         values = rng.normal(0, 0.3, shape).astype(np.float32)
@@ -83,9 +81,7 @@ def test_a_gguf_file_loads_as_both_kinds_of_host_with_the_dequantized_weights_an
     assert factors.provenance["model"] == "Tiny, dequantized from Q8_0"
 
 
-def test_a_file_is_dequantized_once_for_a_dtype_and_again_where_the_kept_folder_was_changed(
-    tmp_path, cache, monkeypatch
-):
+def test_a_file_is_dequantized_once_for_a_dtype_and_again_where_the_kept_folder_was_changed(tmp_path, cache, monkeypatch):
     file, saves = tmp_path / "Tiny.gguf", []
     written(file)
     save = of_gguf._save_checkpoint
@@ -95,9 +91,7 @@ def test_a_file_is_dequantized_once_for_a_dtype_and_again_where_the_kept_folder_
     half = load_host(str(file), "bridge", dtype="bfloat16")
     assert saves == [torch.float32, torch.bfloat16] and half.cfg.dtype == torch.bfloat16
     folder = next(path for path in cache.iterdir() if path.name.endswith("float32"))
-    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
-        (folder / "source.json").stat().st_mode & 0o777
-    }
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {(folder / "source.json").stat().st_mode & 0o777}
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-5] ^= 1
     (folder / "model.safetensors").unlink()  # the models that are loaded have it mapped

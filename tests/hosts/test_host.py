@@ -16,9 +16,7 @@ KINDS = pytest.mark.parametrize("kind", ["hooked", "bridge"])
 @KINDS
 def test_a_model_is_wrapped_as_its_kind(kind):
     host = host_of(getattr(families, kind)("llama"))
-    assert isinstance(host, Host) and type(host).__name__ == (
-        "BridgeHost" if kind == "bridge" else "HookedTransformerHost"
-    )
+    assert isinstance(host, Host) and type(host).__name__ == ("BridgeHost" if kind == "bridge" else "HookedTransformerHost")
     assert matrix_entries(host) == sum(site.numel for site in host.sites())
     with pytest.raises(UnsupportedHostError, match="got Linear"):
         host_of(nn.Linear(2, 2))

@@ -10,21 +10,11 @@ import swd_lens as swd
 
 # Of every kind that transformers would load, one or two.
 NO_HOSTS = {
-    "an encoder-decoder .t5": (
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1},
-    ),
+    "an encoder-decoder .t5": ("T5ForConditionalGeneration", "T5Config", {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1}),
     "no language model .vit": (
         "ViTForImageClassification",
         "ViTConfig",
-        {
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "image_size": 32,
-        },
+        {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 32},
     ),
 }
 
@@ -42,10 +32,7 @@ def test_what_is_no_language_model_is_refused_by_its_settings(said, kind, monkey
 
 def test_a_quantized_checkpoint_is_refused_by_its_settings(llama_folder, monkeypatch):
     config = json.loads((llama_folder / "config.json").read_text())
-    quantization = {
-        "quant_method": "torchao",
-        "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}},
-    }
+    quantization = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}}
     (llama_folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     monkeypatch.setattr(torch.nn.Module, "__init__", None)
     with pytest.raises(swd.UnsupportedHostError, match=r"llama is quantized .torchao.: .* model\.dequantize"):
@@ -61,7 +48,5 @@ def test_a_model_in_memory_whose_tensors_are_packed_is_refused(llama_folder):
     weight = network.model.layers[1].mlp.up_proj.weight.detach()
     network.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(TwoTensor(weight, weight.clone()))
     bridge = TransformerBridge.boot_transformers(str(llama_folder), hf_model=network)
-    with pytest.raises(
-        swd.UnsupportedHostError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is a TwoTensor, no plain tensor"
-    ):
+    with pytest.raises(swd.UnsupportedHostError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is a TwoTensor, no plain tensor"):
         swd.find_sites(bridge)

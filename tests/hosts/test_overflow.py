@@ -26,9 +26,7 @@ def overflowing():
 CALLS = {
     "fidelity": lambda model, units: swd.fidelity(model, units, ROWS),
     "attribute": lambda model, units: swd.attribute(model, units, TASK),
-    "evaluate": lambda model, units: swd.evaluate(
-        model, units, TASK, swd.attribute(micro_model(), identity_factors(), TASK)
-    ),
+    "evaluate": lambda model, units: swd.evaluate(model, units, TASK, swd.attribute(micro_model(), identity_factors(), TASK)),
     "edit_unit": lambda model, units: swd.edit_unit(model, units, f"{SITE}/0", torch.tensor([0, 2]), 1, 0, 2),
     "skill": lambda model, units: swd.skill(model, TASK),
     "screen": lambda model, units: swd.screen(model, TASK),
@@ -55,13 +53,9 @@ def test_nor_scores_where_margins_are_finite(score, sign):
     model, units = micro_model(), {SITE: swd.Factors(torch.eye(2) * 1e-35, torch.eye(2) * 1e35)}
     with torch.no_grad():
         model.unembed.W_U.mul_(1e4)
-    with pytest.raises(
-        ValueError, match=rf"the score \({score}\) of {SITE}/0 is (nan|-?inf): an activation or a gradient"
-    ):
+    with pytest.raises(ValueError, match=rf"the score \({score}\) of {SITE}/0 is (nan|-?inf): an activation or a gradient"):
         swd.attribute(model, units, TASK, score=score, sign=sign)
-    assert all(
-        s.isfinite().all() for s in swd.attribute(model, units, TASK, score="ablation", sign=sign).scores.values()
-    )
+    assert all(s.isfinite().all() for s in swd.attribute(model, units, TASK, score="ablation", sign=sign).scores.values())
 
 
 def test_nor_effects_on_single_tokens():

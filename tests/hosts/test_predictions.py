@@ -19,14 +19,7 @@ from tests import families
 
 SITE, WRITES = "blocks.1.mlp_in", "blocks.1.mlp_out"
 LIMIT = 2**17  # bytes, in place of CHUNK_BYTES: 23 predictions of the small vocabulary
-HOLDERS = (
-    "hosts.predictions",
-    "base.divergence",
-    "circuits.fidelity",
-    "tasks.split",
-    "study.generate",
-    "analysis.edit.effects",
-)
+HOLDERS = ("hosts.predictions", "base.divergence", "circuits.fidelity", "tasks.split", "study.generate", "analysis.edit.effects")
 
 
 @pytest.fixture
@@ -82,9 +75,7 @@ def test_where_runs_in_stages_fail_fidelity_says_of_what(kind, monkeypatch):
         raise IndexError("position 3 of 1")
 
     monkeypatch.setattr(type(host_of(model)), "residual", failing)
-    with pytest.warns(
-        UserWarning, match="fails when it is shortened .runs in stages.: IndexError: position 3"
-    ) as caught:
+    with pytest.warns(UserWarning, match="fails when it is shortened .runs in stages.: IndexError: position 3") as caught:
         assert swd.fidelity(model, units, rows).kl == pytest.approx(whole, rel=1e-4)
     assert not any("gives other logits" in str(one.message) for one in caught)
 
@@ -151,16 +142,12 @@ def calls():
 
     return {
         "fidelity": lambda model, rows: swd.fidelity(model, factors(model), rows, batch_size=32),
-        "allocate": lambda model, rows: swd.allocate(
-            model, WRITES, 0.5, rows, outer_iterations=4, batch_size=8, progress=False
-        ),
+        "allocate": lambda model, rows: swd.allocate(model, WRITES, 0.5, rows, outer_iterations=4, batch_size=8, progress=False),
         "finetune": lambda model, rows: swd.finetune(
             model, factors(model), rows, heldout=rows, steps=1, batch_size=16, progress=False
         ),
         "side_effects": effects,
-        "generate": lambda model, rows: swd.generate(
-            model, factors(model), rows, max_new_tokens=2, temperature=1, batch_size=32
-        ),
+        "generate": lambda model, rows: swd.generate(model, factors(model), rows, max_new_tokens=2, temperature=1, batch_size=32),
         "skill": skill,
         "vpd": lambda model, rows: baselines.vpd_kl(
             model, SITE, rows, n_tokens=8 * 24, tokens_per_step=4 * 24, width=8, progress=False

@@ -50,9 +50,7 @@ def test_a_bare_kind_is_every_layer_in_order():
 
 @pytest.mark.parametrize("pattern", ["blocks.12.mlp_out", "blocks.8.mlp_outt", "h.99.mlp.c_proj", "", "mlp"])
 def test_nothing_matches_lists_the_nearest(pattern):
-    with pytest.raises(
-        UnknownSiteError, match=r"no site matches .* Nearest: blocks\.\d+\.\w+.*blocks\.0 to blocks\.11"
-    ):
+    with pytest.raises(UnknownSiteError, match=r"no site matches .* Nearest: blocks\.\d+\.\w+.*blocks\.0 to blocks\.11"):
         names(pattern)
 
 

@@ -55,9 +55,7 @@ def planted(bug: Bug, tried: list[str], quick: bool, everything: bool) -> dict:
     steps |= {"all": ["."]} if everything else {}
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
-        for name in subprocess.run(
-            ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.split("\n"):
+        for name in subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n"):
             if name and (ROOT / name).is_file():
                 (tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, tree / name)

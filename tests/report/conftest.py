@@ -41,16 +41,12 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     torch.manual_seed(0)
     shape = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_head": 8, "d_mlp": 32, "n_ctx": 24, "act_fn": "gelu_new"}
-    config = HookedTransformerConfig(
-        **shape, d_vocab=len(VOCABULARY), normalization_type="LN", model_name="tiny <model>", seed=0
-    )
+    config = HookedTransformerConfig(**shape, d_vocab=len(VOCABULARY), normalization_type="LN", model_name="tiny <model>", seed=0)
     return HookedTransformer(config, tokenizer=AutoTokenizer.from_pretrained(str(folder))).eval()
 
 
 def _task(name: str, model: Any, answer: str, distractor: str) -> Task:
-    examples = [
-        TaskExample(prompt, (answer,), (distractor,)) for prompt in ("a| b| c", "a| c| b| d", "e| b| d", "e| c| Mary")
-    ]
+    examples = [TaskExample(prompt, (answer,), (distractor,)) for prompt in ("a| b| c", "a| c| b| d", "e| b| d", "e| c| Mary")]
     return Task.from_examples(name, examples, examples, model, validation=examples, source="made by <hand>")
 
 

@@ -24,9 +24,7 @@ def drawing() -> str:
     pieces, x, tallest = [], _MARGIN, 0.0
     for shapes in re.findall(r"<svg.*?</svg>", template("schematic").render(), flags=re.DOTALL):
         _, _, width, height = map(float, re.findall(r'viewBox="([^"]+)"', shapes)[0].split())
-        inside = re.sub(
-            r"<(title|desc).*?</\1>|\s*\n\s*", "", shapes[shapes.index(">") + 1 : -len("</svg>")], flags=re.DOTALL
-        )
+        inside = re.sub(r"<(title|desc).*?</\1>|\s*\n\s*", "", shapes[shapes.index(">") + 1 : -len("</svg>")], flags=re.DOTALL)
         pieces.append(f'<g class="drawing" transform="translate({x:g} {_MARGIN:g})">{inside}</g>')
         x, tallest = x + width + _GAP, max(tallest, height)
     width, height = x - _GAP + _MARGIN, tallest + 2 * _MARGIN
@@ -42,9 +40,7 @@ def drawing() -> str:
 def _style() -> str:
     """The rules of the report's style sheet for drawings, and its colours, light and dark."""
     sheet = (files("swd_lens.report") / "templates" / "report.css").read_text(encoding="utf-8")
-    light, dark = (
-        re.sub(r"\s+", " ", colours).strip() for colours in re.findall(r":root \{(.*?)\}", sheet, re.DOTALL)[:2]
-    )
+    light, dark = (re.sub(r"\s+", " ", colours).strip() for colours in re.findall(r":root \{(.*?)\}", sheet, re.DOTALL)[:2])
     rules = " ".join(re.findall(r"^\.drawing .*$", sheet, flags=re.MULTILINE))
     return (
         f"svg {{ {SIGN_STYLE}; {light} background: var(--paper); }} "

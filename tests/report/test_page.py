@@ -176,9 +176,7 @@ def test_circuit_table_is_the_runs(run: Run) -> None:
     page = Page(render_report(run))
     wanted = Counter()
     for record in run.circuit_table().to_dict("records"):
-        costs = [
-            record[f"{cost} at {what}"] for what in ("recovered 0.9", "necessity 0.5") for cost in ("units", "edges")
-        ]
+        costs = [record[f"{cost} at {what}"] for what in ("recovered 0.9", "necessity 0.5") for cost in ("units", "edges")]
         if record["carries"]:
             cells = tuple(wording.count(None if c != c else c) for c in _plain(costs))
             wanted[(record["method"], wording.fixed(record["margin"], 2), *cells)] += 1
@@ -225,9 +223,7 @@ def test_curves_are_there_as_numbers_and_as_pictures(run: Run, html: str, page: 
     for cost in ("edges", "units"):  # two surfaces, two tasks
         assert len(re.findall(rf'<svg [^>]*aria-labelledby="circuit-\d+-\d+-{cost}-title', html)) == 4
         assert html.count(f'class="task-grid of-{cost}"') == 2 == html.count(f' value="{cost}"')
-    words = {
-        cost: re.findall(rf"<desc id=\"circuit-0-0-{cost}-desc\">(.*?)</desc>", html) for cost in ("edges", "units")
-    }
+    words = {cost: re.findall(rf"<desc id=\"circuit-0-0-{cost}-desc\">(.*?)</desc>", html) for cost in ("edges", "units")}
     curve = run.comparisons[next(iter(run.comparisons))][curves[0].task].curves["SWD s=0.5"]
     for cost, said in (("edges", "active edges"), ("units", "units")):
         row = curve.row_of(Threshold("recovered", 0.9), cost)
@@ -296,8 +292,7 @@ def test_the_legend_names_what_is_further_off_in_ce(small: Run) -> None:
         assert comparison.reference == "SWD s=0.5"
         assert set(comparison.fidelities) == {r.method for r in small.replacements}
     near, far = (
-        replace(small, comparisons={s: replace(c, tolerance=t) for s, c in small.comparisons.items()})
-        for t in (1e9, 1e-12)
+        replace(small, comparisons={s: replace(c, tolerance=t) for s, c in small.comparisons.items()}) for t in (1e9, 1e-12)
     )
     assert "(CE " not in "".join(_check(render_report(near)).text)
     text = "".join(_check(render_report(far)).text)
@@ -407,9 +402,7 @@ def test_a_graph_of_a_run_file_is_read_before_it_is_shown(host: Any) -> None:
 def test_a_picture_of_a_run_file_can_only_be_seen(run: Run) -> None:
     """Whatever it holds, it stands in an <img>, where a browser runs no script and loads nothing."""
     svg = '<svg viewBox="0 0 4 4" onload="alert(1)"><script>alert(1)</script><image href="http://example.com/x.png"/></svg>'
-    html = render_report(
-        replace(run, extras=[ReportSection("S", pictures=(Picture(svg, "title", "words"),))], attention=[])
-    )
+    html = render_report(replace(run, extras=[ReportSection("S", pictures=(Picture(svg, "title", "words"),))], attention=[]))
     page = _check(html)
     assert page.tags["script"] == 0 and page.tags["img"] == 1 and "example.com" not in html
     (image,) = [{name: value for tag, name, value in page.attributes if tag == "img"}]
@@ -485,13 +478,7 @@ def test_many_methods(run: Run) -> None:
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "columns",
-    [
-        {"sufficiency": math.nan},
-        {"sufficiency": -30.0},
-        {"sufficiency": 40.0, "drop": -2.0},
-        {"edges": 0},
-        {"drop": 0.0},
-    ],
+    [{"sufficiency": math.nan}, {"sufficiency": -30.0}, {"sufficiency": 40.0, "drop": -2.0}, {"edges": 0}, {"drop": 0.0}],
     ids=["undefined", "far below", "overshoots, ablation helps", "no edges at all", "no drop"],
 )
 def test_odd_curves(small: Run, columns: dict[str, Any]) -> None:
@@ -519,7 +506,5 @@ def test_a_replacement_that_fell_apart_is_still_reported(run: Run, error: float)
     its = next(r for r in run.replacements if len(r.fidelity.relmse) == 2)
     sites = list(its.fidelity.relmse)
     broken = replace(its.fidelity, ce=error, kl=error, relmse={sites[0]: error, sites[1]: 0.5})
-    page = render_report(
-        replace(run, replacements=[replace(r, fidelity=broken) if r is its else r for r in run.replacements])
-    )
+    page = render_report(replace(run, replacements=[replace(r, fidelity=broken) if r is its else r for r in run.replacements]))
     assert "–</td>" in page and "inf" not in page.split('id="fidelity"')[1].split('id="tasks"')[0]

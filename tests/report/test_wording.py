@@ -40,14 +40,7 @@ def test_writes(written: str, expected: str) -> None:
 
 def test_settings_rows_keep_order_and_depth() -> None:
     rows = list(wording.settings_rows({"b": {"x": [1, 2.5], "deep": {"y": None}}, "a": True, "empty": {}}))
-    assert rows == [
-        (0, "b", ""),
-        (1, "x", "1, 2.5"),
-        (1, "deep", ""),
-        (2, "y", "none"),
-        (0, "a", "True"),
-        (0, "empty", "none"),
-    ]
+    assert rows == [(0, "b", ""), (1, "x", "1, 2.5"), (1, "deep", ""), (2, "y", "none"), (0, "a", "True"), (0, "empty", "none")]
 
 
 def test_headline_is_made_from_the_numbers(run: Run) -> None:
@@ -57,9 +50,7 @@ def test_headline_is_made_from_the_numbers(run: Run) -> None:
     assert headline(Run({}, [], {}, [], 0.0)) == []
 
 
-def _cost(
-    task: str, method: str, edges: int | None, units: int | None, carries: bool = True, part: str = "MLP"
-) -> Cost:
+def _cost(task: str, method: str, edges: int | None, units: int | None, carries: bool = True, part: str = "MLP") -> Cost:
     return Cost("mlp", task, method, part, edges, units, 64, carries)
 
 

@@ -173,16 +173,12 @@ def test_units_without_a_matrix_are_refused_by_helpers_that_multiply_by_it(model
 
     with swd.attach(model, {"blocks.1.mlp_out": Pair(), "blocks.1.attn_o": Pair()}):
         _, cache = model.run_with_cache(TEXT)
-        with pytest.raises(
-            AttachError, match=r"accumulated_bias multiplies by the dense weight of blocks\.1\.(attn_o|mlp_out)"
-        ):
+        with pytest.raises(AttachError, match=r"accumulated_bias multiplies by the dense weight of blocks\.1\.(attn_o|mlp_out)"):
             model.accumulated_bias(2)
         model.accumulated_bias(1)
     cache.stack_neuron_results(1)
     for helper in ("stack_head_results", "stack_neuron_results", "get_full_resid_decomposition"):
-        with pytest.raises(
-            AttachError, match=rf"cache\.{helper} multiplies .* swd\.stack_unit_results\(cache, factors\)"
-        ):
+        with pytest.raises(AttachError, match=rf"cache\.{helper} multiplies .* swd\.stack_unit_results\(cache, factors\)"):
             getattr(cache, helper)(2)
     with pytest.raises(AttachError, match=r"cache\.get_neuron_results multiplies"):
         cache.get_neuron_results(1)
@@ -266,11 +262,7 @@ MODEL = {
     "generate_stream": lambda m: continued(m, "generate_stream", verbose=False),
     "hf_generate": lambda m: continued(m, "hf_generate"),
     "original_model": lambda m: m.original_model(m.to_tokens(TEXT)).logits,
-    "accumulated_bias": lambda m: [
-        m.accumulated_bias(LAYERS),
-        m.accumulated_bias(2, True),
-        m.accumulated_bias(3, False, False),
-    ],
+    "accumulated_bias": lambda m: [m.accumulated_bias(LAYERS), m.accumulated_bias(2, True), m.accumulated_bias(3, False, False)],
     "tokens_to_residual_directions": lambda m: m.tokens_to_residual_directions(5),
     "set_use_hook_mlp_in": by_head,
     "set_ungroup_grouped_query_attention": lambda m: m(TEXT),
@@ -281,16 +273,7 @@ MODEL = {
     "get_residual input_to_embed get_pos_offset": lambda m: [m.input_to_embed(TEXT)[0], m.get_pos_offset(None, 1)],
     "setup": lambda m: (m.setup(), m(TEXT))[1],
     "to cpu move_model_modules_to_device": lambda m: m.to("cpu").cpu()(TEXT),
-    "W_E W_U b_U W_in b_in b_Q b_K b_V W_Q W_K W_V QK": lambda m: [
-        m.W_E,
-        m.W_U,
-        m.W_in,
-        m.b_in,
-        m.b_Q,
-        m.W_Q,
-        m.W_V,
-        m.QK.AB,
-    ],
+    "W_E W_U b_U W_in b_in b_Q b_K b_V W_Q W_K W_V QK": lambda m: [m.W_E, m.W_U, m.W_in, m.b_in, m.b_Q, m.W_Q, m.W_V, m.QK.AB],
     "W_pos W_E_pos": lambda m: m.W_E_pos,
     "QK_for_attn_layers": lambda m: m.QK_for_attn_layers()[1].AB,
 }
@@ -420,8 +403,4 @@ def test_the_guides_table_has_every_helper_of_a_cache_and_each_that_is_refused()
     verdicts = {name: row[1].strip() for row in rows for name in re.findall(r"`(\w+)`", row[0])}
     assert set(verdicts.values()) == {"right", "corrected", "refused", "the stored dense weights"}
     assert set(CACHE) | set(REFUSED) <= set(verdicts)
-    assert {name for name, verdict in verdicts.items() if verdict == "refused"} == {
-        *REFUSED,
-        "SVDInterpreter",
-        *SETTINGS,
-    }
+    assert {name for name, verdict in verdicts.items() if verdict == "refused"} == {*REFUSED, "SVDInterpreter", *SETTINGS}

@@ -46,15 +46,8 @@ SLIPS = {
     "factorize": ("factorize(model, sites) takes its arguments in this", lambda s: swd.factorize(SITE, s.model)),
     "factorize, s by position": ("pass 0.5 by keyword: ", lambda s: swd.factorize(s.model, SITE, 0.5)),
     "factorize says what to name": ("(model, sites, sparsity=, tokens=", lambda s: swd.factorize(s.model, SITE, 0.5)),
-    "cost_at by position": (
-        "CostCurve.cost_at(recovered=, sufficiency=, necessity=, drop=",
-        lambda s: s.curve.cost_at(0.9),
-    ),
-    "find_sites of a layer": (
-        "3 names no site: give a",
-        lambda s: swd.find_sites(s.model, 3),
-        swd.errors.UnknownSiteError,
-    ),
+    "cost_at by position": ("CostCurve.cost_at(recovered=, sufficiency=, necessity=, drop=", lambda s: s.curve.cost_at(0.9)),
+    "find_sites of a layer": ("3 names no site: give a", lambda s: swd.find_sites(s.model, 3), swd.errors.UnknownSiteError),
     "labels in a list": ("got a list; UnitLabels.of(audit.identities", lambda s: swd.UnitLabels(["a"])),
     "labels that are texts": (f"the label of {UNIT} is a str", lambda s: swd.UnitLabels({UNIT: "he"})),
     "unit_hooks of a name": (
@@ -81,9 +74,7 @@ def test_a_slip_is_told(session, slip):
 
 def test_hooks_on_units_that_are_not_attached_say_so(session):
     hooks = swd.unit_hooks({UNIT: ("clamp", 0.0)}, session.factors)
-    with pytest.raises(
-        KeyError, match=r"blocks\.2\.hook_mlp_out_unit' \(it is there while the units are attached: with swd\."
-    ):
+    with pytest.raises(KeyError, match=r"blocks\.2\.hook_mlp_out_unit' \(it is there while the units are attached: with swd\."):
         session.model.run_with_hooks(PROMPT, fwd_hooks=hooks)
     with swd.attach(session.model, session.factors):
         session.model.run_with_hooks(PROMPT, fwd_hooks=hooks)
@@ -97,6 +88,4 @@ def test_a_long_prompt_does_not_hide_the_reason(session):
 
 
 def test_the_package_lists_what_is_for_users():
-    assert not {"os", "sys", "import_module", "ModuleType", "Any"} & {*dir(swd), *vars(swd)} and "integrity" not in dir(
-        swd
-    )
+    assert not {"os", "sys", "import_module", "ModuleType", "Any"} & {*dir(swd), *vars(swd)} and "integrity" not in dir(swd)

@@ -19,9 +19,7 @@ def session(default_model):
     """The model, factors of six of its sites, text, a task and its scores."""
     model, text = default_model, swd.text_tokens(2_048, split="train")
     surface = [SITE, "blocks.3.mlp_out", "blocks.3.attn_o"]
-    factors = swd.factorize(
-        model, surface, sparsity=0.75, tokens=text, preset="quick", outer_iterations=4, progress=False
-    )
+    factors = swd.factorize(model, surface, sparsity=0.75, tokens=text, preset="quick", outer_iterations=4, progress=False)
     task = swd.load_task("gendered_pronoun", model, n_train=16, n_test=8)
     scores = swd.attribute(model, factors, task.train)
     return SimpleNamespace(model=model, text=text, factors=factors, task=task, scores=scores)
@@ -134,8 +132,6 @@ def test_what_one_prompt_owes_to_each_unit(session):
 
 @pytest.mark.slow
 def test_what_changes_at_a_sparsity_of_nine_tenths(session):
-    swept = swd.sweep(
-        session.model, SITE, session.task, heldout=session.text, sparsities=0.9, zero_data=True, preset="quick"
-    )
+    swept = swd.sweep(session.model, SITE, session.task, heldout=session.text, sparsities=0.9, zero_data=True, preset="quick")
     columns = swept.table().columns.tolist()
     assert columns[:4] == ["s", "calibration", "CE matched", "gendered_pronoun: units at recovered 0.5"]

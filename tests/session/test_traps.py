@@ -52,10 +52,7 @@ def test_known_words_and_generated_prompts_are_silent(default_model):
 
 
 def test_prompts_of_the_same_ids_do_not_straddle_train_and_test(default_model):
-    prompts = [
-        f"The {word} works because"
-        for word in ("queen", "zebra", "unicorn", "man", "woman", "girl", "doctor", "teacher")
-    ]
+    prompts = [f"The {word} works because" for word in ("queen", "zebra", "unicorn", "man", "woman", "girl", "doctor", "teacher")]
     with pytest.raises(TaskError, match=r"to this host it is 'The \w+ works because', of the same ids"):
         capitals(default_model, prompts)
     with pytest.warns(UnknownWordsWarning):
@@ -74,9 +71,7 @@ def test_strings_begin_with_bos_where_the_hosts_own_calls_do(default_model):
         for default in (True, False):
             cfg.default_prepend_bos = default
             prompt = Prompt.of(default_model, "The list is", "test")
-            assert (
-                list(prompt.ids) == default_model.to_tokens("The list is")[0].tolist() and prompt.prepend_bos is default
-            )
+            assert list(prompt.ids) == default_model.to_tokens("The list is")[0].tolist() and prompt.prepend_bos is default
             task = capitals(default_model, [f"The {word} works because" for word in ("man", "woman", "girl")])
             assert task.prepend_bos is task.train.prepend_bos is default
             assert task.train.tokens[0].tolist() == default_model.to_tokens(task.train.examples[0].prompt)[0].tolist()
@@ -107,18 +102,13 @@ ATTACHED = {
     "factorize": lambda m: swd.factorize(m, "blocks.0.attn_o", tokens=swd.text_tokens(512), progress=False),
     "allocate": lambda m: swd.allocate(m, "attn_o", 0.5, swd.text_tokens(512), progress=False),
     "screen": lambda m: swd.screen(m, swd.load_task("gendered_pronoun", m, n_train=4, n_test=2)),
-    "training a transcoder": lambda m: swd.baselines.transcoder(
-        m, "blocks.0.mlp_out", swd.text_tokens(2048), progress=False
-    ),
+    "training a transcoder": lambda m: swd.baselines.transcoder(m, "blocks.0.mlp_out", swd.text_tokens(2048), progress=False),
 }
 
 
 @pytest.mark.parametrize("name", ATTACHED)
 def test_calls_of_the_dense_host_are_refused_while_attached(default_model, factors, name):
-    with (
-        swd.attach(default_model, factors),
-        pytest.raises(AttachError, match=rf"{name} is of the dense host, .* {SITE}"),
-    ):
+    with swd.attach(default_model, factors), pytest.raises(AttachError, match=rf"{name} is of the dense host, .* {SITE}"):
         ATTACHED[name](default_model)
 
 

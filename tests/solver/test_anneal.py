@@ -83,8 +83,7 @@ def test_every_unit_of_an_ordinary_matrix_is_valid(shape: tuple[int, int], calib
 @pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "how",
-    [{}, {"units": "2x"}, *({"preset": "paper", "rounding": "exact", "arithmetic": a} for a in ("reference", "clean"))],
+    "how", [{}, {"units": "2x"}, *({"preset": "paper", "rounding": "exact", "arithmetic": a} for a in ("reference", "clean"))]
 )
 @pytest.mark.parametrize("kind", ["levels", "few"])
 def test_exact_k_with_half_precision_weights_and_many_zeros(shape: tuple[int, int], how: dict[str, Any], kind: str):
@@ -94,9 +93,7 @@ def test_exact_k_with_half_precision_weights_and_many_zeros(shape: tuple[int, in
         factors = solve(weight, None, sparsity, **how)
         assert_finite(factors)
         # Fewer only where fewer will do: the product is then W itself.
-        assert factors.edges == edges(shape, sparsity) or (
-            factors.edges < edges(shape, sparsity) and factors.relmse() < 1e-4
-        )
+        assert factors.edges == edges(shape, sparsity) or (factors.edges < edges(shape, sparsity) and factors.relmse() < 1e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -127,9 +124,7 @@ def test_hardly_and_very_sparse(shape: tuple[int, int], sparsity: float):
         (0.99, False, (240, 210)),
     ],
 )
-def test_a_few_edges_per_unit_do_not_make_the_alternation_diverge(
-    shape: tuple[int, int], sparsity: float, calibrated: bool
-):
+def test_a_few_edges_per_unit_do_not_make_the_alternation_diverge(shape: tuple[int, int], sparsity: float, calibrated: bool):
     # K = 504 of 50,400 for 210 units at s = .99. Duals that grow with the held factor's norm once gave a relMSE of 1e14.
     gram = gram_of(shape[0]) if calibrated else None
     factors = solve(weight_of(shape), gram, sparsity, outer_iterations=24)
@@ -208,16 +203,7 @@ def test_budgets_grow_but_the_square_factors_and_beside_a_bare_one_and_from_the_
         return support(dense, alive, budget, exact, unit_dim, out)
 
     monkeypatch.setattr(anneal, "_support", noting)
-    solve(
-        weight_of((24, 80)),
-        gram_of(24),
-        0.5,
-        units=units,
-        outer_iterations=11,
-        held_back=0.4,
-        start="coordinates",
-        **how,
-    )
+    solve(weight_of((24, 80)), gram_of(24), 0.5, units=units, outer_iterations=11, held_back=0.4, start="coordinates", **how)
     for factor, grows in zip((asked[0::2], asked[1::2]), growing, strict=True):
         assert len(factor) == 11
         expected = [factor[-1] * (1 - 0.4 * max(0.0, 1 - t / 8)) if grows else factor[-1] for t in range(11)]

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from swd_lens.base.errors import (
-    SpecError,
-)
+from swd_lens.base.errors import SpecError
 from swd_lens.factorization.solve import solve
 from swd_lens.solver import PRESETS, AnnealSpec
 from swd_lens.solver.automatic import MOST_SHRINKAGE, automatic_rho_end
@@ -94,7 +92,5 @@ def test_shrinkage_by_hand():
     assert spec.shrinkage_for(100, 100) == spec.shrinkage_for(10, 100) == MOST_SHRINKAGE
     assert spec.shrinkage_for(10_000, 100) == pytest.approx(0.01)
     assert spec.shrinkage_for(None, 100) == 0.0
-    assert (
-        AnnealSpec(shrinkage=0.125).shrinkage_for(None, 100) == AnnealSpec(shrinkage=0.125).shrinkage_for(9, 3) == 0.125
-    )
+    assert AnnealSpec(shrinkage=0.125).shrinkage_for(None, 100) == AnnealSpec(shrinkage=0.125).shrinkage_for(9, 3) == 0.125
     assert PRESETS["paper"].shrinkage_for(10, 100) == 0.0

@@ -7,9 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swd_lens.base.errors import (
-    BudgetError,
-)
+from swd_lens.base.errors import BudgetError
 from swd_lens.factorization.solve import solve
 from swd_lens.solver import PRESETS, AnnealSpec, Budget, DsfSpec, plan_budget, plan_shares, realised
 
@@ -155,9 +153,7 @@ def test_budget_names_the_largest_feasible_sparsity_of_any_width(shape: tuple[in
 
 def test_budget_names_the_largest_number_of_units():
     # K = 24 of 96: twelve units with a read and a write edge each.
-    with pytest.raises(
-        BudgetError, match=r"K=24 edges of 96 for a \(8, 12\) matrix, but 13 units need 26.*units=12"
-    ) as e:
+    with pytest.raises(BudgetError, match=r"K=24 edges of 96 for a \(8, 12\) matrix, but 13 units need 26.*units=12") as e:
         solve(WEIGHT, sparsity=0.75, units=13)
     assert "0.7291" in str(e.value)  # 1 - 26 / 96 = .72917
     assert solve(WEIGHT, sparsity=0.75, units=12, outer_iterations=2).n_units == 12

@@ -128,12 +128,7 @@ def test_products_of_the_refit_are_counted(preset: str, shape: tuple[int, int], 
 def test_costs_grow_with_the_work():
     base = cost(512, 2048)
     assert isinstance(base, Cost)
-    for more in (
-        cost(512, 4096),
-        cost(512, 2048, units="2x"),
-        cost(512, 2048, preset="thorough"),
-        cost(512, 2048, births=2),
-    ):
+    for more in (cost(512, 4096), cost(512, 2048, units="2x"), cost(512, 2048, preset="thorough"), cost(512, 2048, births=2)):
         assert more.flops > base.flops and more.peak_bytes >= base.peak_bytes
     assert cost(512, 2048, calibrated=False).flops < base.flops
     assert cost(512, 2048, preset="quick").flops < 0.7 * base.flops

@@ -8,8 +8,7 @@ from swd_lens.solver.error import relmse_of
 
 H = torch.randn(40, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 READ, WRITE, DENSE = (
-    torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    for seed, shape in ((2, (6, 4)), (3, (4, 9)), (4, (6, 9)))
+    torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) for seed, shape in ((2, (6, 4)), (3, (4, 9)), (4, (6, 9)))
 )
 
 

@@ -15,9 +15,7 @@ def test_unit_diagonal_by_hand():
     metric = Metric.of(GRAM, WEIGHT, 0.0)
     torch.testing.assert_close(metric.matrix, torch.tensor([[1.0, 0.6], [0.6, 1.0]]))
     torch.testing.assert_close(metric.scale, torch.tensor([[2.0], [5.0]]))
-    torch.testing.assert_close(
-        metric.undo(torch.tensor([[2.0, 4.0], [5.0, 0.0]])), torch.tensor([[1.0, 2.0], [1.0, 0.0]])
-    )
+    torch.testing.assert_close(metric.undo(torch.tensor([[2.0, 4.0], [5.0, 0.0]])), torch.tensor([[1.0, 2.0], [1.0, 0.0]]))
 
 
 def test_shrinkage_by_hand():

@@ -32,9 +32,7 @@ def test_one_unit_for_two_outputs_by_hand():
     same = refit(ones, ones.T, weight, None, torch.eye(2).double(), (0.0, 0.0))
     torch.testing.assert_close(same[0] @ same[1], torch.diag(torch.tensor([2.0, 0.0])).double(), atol=1e-3, rtol=0)
     weighed = refit(ones, ones.T, weight, None, torch.diag(torch.tensor([1.0, 100.0])).double(), (0.0, 0.0))
-    torch.testing.assert_close(
-        weighed[0] @ weighed[1], torch.diag(torch.tensor([0.0, 1.0])).double(), atol=1e-3, rtol=0
-    )
+    torch.testing.assert_close(weighed[0] @ weighed[1], torch.diag(torch.tensor([0.0, 1.0])).double(), atol=1e-3, rtol=0)
 
 
 def test_shrunk_all_the_way_every_output_counts_the_same():

@@ -6,17 +6,7 @@ from torch import Tensor
 
 from swd_lens.solver import solve
 from swd_lens.solver.metric import Metric
-from swd_lens.solver.pieces import (
-    LARGE,
-    LEAST,
-    SPARSE,
-    agreeing,
-    apart,
-    from_pieces,
-    peeled,
-    share_of_weight,
-    visible_pieces,
-)
+from swd_lens.solver.pieces import LARGE, LEAST, SPARSE, agreeing, apart, from_pieces, peeled, share_of_weight, visible_pieces
 from tests.benchmarks.planted import Planted, Row, error, planted, support_f1
 from tests.solver.matrices import weight_of
 
@@ -24,9 +14,7 @@ ROW = Row(128, 64, 64, 4, 4)
 IDENTITY = Metric.of(None, torch.zeros(1, 1), 0.0)
 
 
-def block(
-    shape: tuple[int, int], rows: list[int], columns: list[int], reads: list[float], writes: list[float]
-) -> Tensor:
+def block(shape: tuple[int, int], rows: list[int], columns: list[int], reads: list[float], writes: list[float]) -> Tensor:
     weight = torch.zeros(shape)
     weight[torch.tensor(rows)[:, None], torch.tensor(columns)] = torch.outer(torch.tensor(reads), torch.tensor(writes))
     return weight
@@ -111,9 +99,7 @@ def test_weights_without_blocks_have_no_pieces():
     diagonal = torch.diag(torch.arange(1.0, 25.0)).double()  # sparse, and no two entries in a row
     assert share_of_weight(diagonal) < SPARSE and from_pieces(diagonal, 24, 60, IDENTITY) is None
     truth = planted(Row(40, 20, 10, 2, 2), 0)
-    assert (
-        from_pieces(truth.weight.double(), 200, 900, IDENTITY) is None
-    )  # more units than there are rows to start them
+    assert from_pieces(truth.weight.double(), 200, 900, IDENTITY) is None  # more units than there are rows to start them
     solve(truth.weight, None, 0.4, units=200)
 
 

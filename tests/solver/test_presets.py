@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from swd_lens.base.errors import (
-    SpecError,
-)
+from swd_lens.base.errors import SpecError
 from swd_lens.factorization.solve import solve
 from swd_lens.solver import DEFAULT_PRESET, PRESETS, AnnealSpec
 from swd_lens.solver.presets import resolve
@@ -15,13 +13,10 @@ WEIGHT = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
 
 def test_unknown_names_list_the_nearest_and_all():
     with pytest.raises(
-        SpecError,
-        match=r"no preset 'papr'; did you mean paper\? valid: best, deep, paper, pruned, quick, svd_pruned, thorough",
+        SpecError, match=r"no preset 'papr'; did you mean paper\? valid: best, deep, paper, pruned, quick, svd_pruned, thorough"
     ):
         solve(WEIGHT, preset="papr")
-    with pytest.raises(
-        SpecError, match=r"no setting 'outer_iteration'; did you mean outer_iterations.*valid: .*square_share"
-    ):
+    with pytest.raises(SpecError, match=r"no setting 'outer_iteration'; did you mean outer_iterations.*valid: .*square_share"):
         solve(WEIGHT, outer_iteration=8)
 
 
@@ -37,9 +32,7 @@ def test_a_setting_of_another_preset_says_whose_it_is():
 def test_presets_of_the_annealed_solver_differ_in_their_iterations_only():
     assert DEFAULT_PRESET in PRESETS and PRESETS["best"] == AnnealSpec()
     for shape in ((256, 512), (512, 512)):  # solved in float64, in float32
-        specs = [
-            resolve(name, {}).for_matrix(*shape, min(shape), calibrated=True) for name in ("quick", "best", "thorough")
-        ]
+        specs = [resolve(name, {}).for_matrix(*shape, min(shape), calibrated=True) for name in ("quick", "best", "thorough")]
         iterations = [spec.outer_iterations for spec in specs]
         assert iterations == sorted(iterations) and len(set(iterations)) == 3
         for spec, outer in zip(specs, iterations, strict=True):

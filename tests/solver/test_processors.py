@@ -53,9 +53,7 @@ def studies() -> dict[str, list[dict]]:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "1000"}
         if capability is not None:
             environment["ATEN_CPU_CAPABILITY"] = capability
-        done = subprocess.run(
-            [sys.executable, "-c", STUDY, str(threads)], capture_output=True, text=True, env=environment
-        )
+        done = subprocess.run([sys.executable, "-c", STUDY, str(threads)], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         for precision, result in json.loads(done.stdout.splitlines()[-1]).items():
             results[precision].append(result)

@@ -55,9 +55,7 @@ def test_swaps_lower_the_error_at_the_same_edges(shape, basis):
 
 def test_units_may_mix_coordinates_when_edges_are_exchanged():
     weight, gram = weight_of((24, 10)), gram_of(24)
-    most_reads = [
-        int(solve(weight, gram, 0.6, preset="pruned", swaps=swaps).read.count_nonzero(0).max()) for swaps in (0, 12)
-    ]
+    most_reads = [int(solve(weight, gram, 0.6, preset="pruned", swaps=swaps).read.count_nonzero(0).max()) for swaps in (0, 12)]
     assert most_reads[0] == 1 < most_reads[1]
 
 

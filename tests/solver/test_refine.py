@@ -38,9 +38,7 @@ def test_it_reaches_the_least_squares_solution_and_descends_at_every_step():
     support = (torch.rand(6, 3, generator=g) < 0.6).double()
 
     def after(steps: int) -> Tensor:
-        return conjugate_gradient(
-            torch.zeros_like(rhs), rhs, support, lambda p: normal @ p, normal.diagonal()[:, None], steps
-        )
+        return conjugate_gradient(torch.zeros_like(rhs), rhs, support, lambda p: normal @ p, normal.diagonal()[:, None], steps)
 
     def objective(x: Tensor) -> float:
         return float((x * (normal @ x)).sum() / 2 - (x * rhs).sum())
@@ -88,12 +86,7 @@ def test_the_write_factor_alone_is_weighted_least_squares():
     assert metric.matrix is not None
     normal = read.T @ metric.matrix @ read
     b = conjugate_gradient(
-        write,
-        read.T @ metric.matrix @ target,
-        (write != 0).double(),
-        lambda p: normal @ p,
-        normal.diagonal()[:, None],
-        400,
+        write, read.T @ metric.matrix @ target, (write != 0).double(), lambda p: normal @ p, normal.diagonal()[:, None], 400
     )
     gradient = read.T @ metric.matrix @ (target - read @ b)
     assert float(gradient[write != 0].abs().max()) < 1e-6 * float(gradient.abs().max())

@@ -7,9 +7,7 @@ from torch import Tensor
 from swd_lens.solver import solve
 from swd_lens.solver.metric import Metric
 from swd_lens.solver.rotate import exchange, near_residual, rotated
-from swd_lens.solver.span import (
-    cut,
-)
+from swd_lens.solver.span import cut
 from tests.benchmarks.planted import Planted, Row, error, planted, support_f1
 from tests.solver.matrices import weight_of
 

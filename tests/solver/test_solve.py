@@ -74,9 +74,7 @@ def test_zero_data_is_the_identity_gram(shape: tuple[int, int], how: dict[str, A
     for c in (1.0,) if "preset" in how else (1.0, 4.0, 2.0**-30):
         assert_same_bits(blind, solve(weight, c * eye, **how))
     if not how:
-        torch.testing.assert_close(
-            product64(weight, 0.3 * eye, how), product64(weight, None, how), rtol=1e-6, atol=1e-6
-        )
+        torch.testing.assert_close(product64(weight, 0.3 * eye, how), product64(weight, None, how), rtol=1e-6, atol=1e-6)
 
 
 @every_way

@@ -5,16 +5,7 @@ import torch
 from torch import Tensor
 
 from swd_lens.solver import solve
-from swd_lens.solver.span import (
-    SPARSE,
-    WHOLE,
-    cut,
-    from_span,
-    main_directions,
-    share_of_entries,
-    sparse_vectors,
-    sparsest_basis,
-)
+from swd_lens.solver.span import SPARSE, WHOLE, cut, from_span, main_directions, share_of_entries, sparse_vectors, sparsest_basis
 from tests.benchmarks.planted import Planted, Row, error, planted, support_f1
 from tests.solver.matrices import weight_of
 
@@ -81,15 +72,11 @@ def test_a_weight_of_lower_rank_fills_up_with_its_largest_inputs():
     assert float((truth.weight - found[0] @ found[1]).norm() / truth.weight.norm()) < 0.05
 
 
-@pytest.mark.parametrize(
-    ("shape", "units"), [((96, 32), 32), ((32, 96), 32), ((48, 48), 48), ((48, 40), 40), ((96, 32), 40)]
-)
+@pytest.mark.parametrize(("shape", "units"), [((96, 32), 32), ((32, 96), 32), ((48, 48), 48), ((48, 40), 40), ((96, 32), 40)])
 def test_ordinary_matrices_and_wide_factorizations_are_left_alone(shape: tuple[int, int], units: int):
     weight = weight_of(shape)
     assert from_span(weight.double(), units, 900) is None
-    ours, plain = (
-        solve(weight, None, 0.7, units=units, start=start, outer_iterations=8) for start in ("auto", "coordinates")
-    )
+    ours, plain = (solve(weight, None, 0.7, units=units, start=start, outer_iterations=8) for start in ("auto", "coordinates"))
     assert torch.equal(ours.read, plain.read) and torch.equal(ours.write, plain.write)
 
 

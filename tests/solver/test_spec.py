@@ -5,9 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swd_lens.base.errors import (
-    SpecError,
-)
+from swd_lens.base.errors import SpecError
 from swd_lens.factorization.solve import solve
 from swd_lens.solver import PRESETS, AnnealSpec, DsfSpec
 

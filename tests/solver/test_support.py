@@ -8,14 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swd_lens.solver import support
-from swd_lens.solver.support import (
-    first_largest,
-    keep_above,
-    keep_exactly,
-    kth_largest,
-    kth_largest_estimate,
-    tie_floor,
-)
+from swd_lens.solver.support import first_largest, keep_above, keep_exactly, kth_largest, kth_largest_estimate, tie_floor
 
 
 def sorted_descending(magnitude: torch.Tensor) -> torch.Tensor:
@@ -129,9 +122,7 @@ def test_any_small_matrix(data: st.DataObject, rows: int, columns: int):
     assert int(keep_exactly(magnitude, k).sum()) == k
 
 
-@pytest.mark.parametrize(
-    "n", [384, 576]
-)  # 385 = 5 x 7 x 11: of every fifth entry the diagonal's are five times too many
+@pytest.mark.parametrize("n", [384, 576])  # 385 = 5 x 7 x 11: of every fifth entry the diagonal's are five times too many
 def test_a_square_factors_diagonal_is_sampled_as_often_as_the_rest(n: int):
     values = torch.rand(n, n, generator=torch.Generator().manual_seed(0)) + 2 * torch.eye(n)
     sample = support.magnitude_sample(values)

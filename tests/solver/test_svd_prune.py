@@ -18,9 +18,7 @@ PLAIN = {"preset": "svd_pruned", "precision": "float64"}
 def error_of(product: Tensor, weight: Tensor, gram: Tensor) -> float:
     """The relMSE under a Gram."""
     missed = weight.double() - product.double()
-    return float(
-        (missed * (gram.double() @ missed)).sum() / (weight.double() * (gram.double() @ weight.double())).sum()
-    )
+    return float((missed * (gram.double() @ missed)).sum() / (weight.double() * (gram.double() @ weight.double())).sum())
 
 
 def svd_of(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,9 +32,7 @@ def test_what_is_missing_is_filled_with_what_lowers_the_loss_most():
 def test_gains_are_in_the_metric():
     """With inputs that correlate, a read's best value alone is the projection under C, and its gain what the loss falls by."""
     g = torch.Generator().manual_seed(0)
-    samples = torch.randn(200, 6, generator=g, dtype=torch.float64) @ torch.randn(
-        6, 6, generator=g, dtype=torch.float64
-    )
+    samples = torch.randn(200, 6, generator=g, dtype=torch.float64) @ torch.randn(6, 6, generator=g, dtype=torch.float64)
     gram = samples.T @ samples / 200
     weight = torch.randn(6, 5, generator=g, dtype=torch.float64)
     metric = Metric.of(gram, weight, 0.0)

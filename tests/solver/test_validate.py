@@ -6,15 +6,7 @@ import sys
 import pytest
 import torch
 
-from swd_lens.base.errors import (
-    BudgetError,
-    GramError,
-    SolveInputError,
-    SparsityError,
-    SpecError,
-    UnitsError,
-    WeightError,
-)
+from swd_lens.base.errors import BudgetError, GramError, SolveInputError, SparsityError, SpecError, UnitsError, WeightError
 from swd_lens.factorization.solve import solve
 from swd_lens.solver import PRESETS
 from swd_lens.solver.validate import check_tokens
@@ -37,15 +29,9 @@ def with_entry(matrix: torch.Tensor, i: int, j: int, value: float) -> torch.Tens
         (torch.zeros(0, 4), r"shape \(0, 4\).*empty"),
         (torch.ones(8, 12, dtype=torch.int64), r"dtype torch.int64.*weight.float\(\)"),
         (with_entry(WEIGHT, 3, 5, float("nan")), r"weight\[3, 5\] is nan: every entry"),
-        (
-            with_entry(with_entry(WEIGHT, 3, 5, float("nan")), 1, 2, -float("inf")),
-            r"weight\[1, 2\] is -inf \(and 1 more",
-        ),
+        (with_entry(with_entry(WEIGHT, 3, 5, float("nan")), 1, 2, -float("inf")), r"weight\[1, 2\] is -inf \(and 1 more"),
         (torch.zeros(8, 12), "all zeros"),
-        (
-            WEIGHT.to_sparse(),
-            r"weight is torch\.sparse_coo; give a dense matrix with its values, e\.g\. weight\.to_dense",
-        ),
+        (WEIGHT.to_sparse(), r"weight is torch\.sparse_coo; give a dense matrix with its values, e\.g\. weight\.to_dense"),
         (WEIGHT.to("meta"), "weight is on the meta device; give a dense matrix with its values"),
     ],
 )
@@ -178,9 +164,7 @@ def test_units_of_any_width(units: int | str | None, width: int):
 
 @pytest.mark.parametrize("units", ["double", "2", "x", "-1x", "2xx", ""])
 def test_units_that_are_no_width(units: str):
-    with pytest.raises(
-        UnitsError, match=rf"units='{units}': give a number, None for 8, one per coordinate .*, or \"2x\""
-    ):
+    with pytest.raises(UnitsError, match=rf"units='{units}': give a number, None for 8, one per coordinate .*, or \"2x\""):
         solve(WEIGHT, units=units)
 
 

@@ -40,14 +40,7 @@ def test_the_read_factor_against_a_matrix_of_few_outputs():
 
 @pytest.mark.parametrize("n_outputs", [OUTPUTS, 1])
 def test_the_read_factor_in_the_metric(n_outputs):
-    unit, rhs, metric, blend, ridge, rho = (
-        drawn(UNITS, n_outputs),
-        drawn(INPUTS, UNITS),
-        metric_of(INPUTS),
-        0.6,
-        0.01,
-        0.34,
-    )
+    unit, rhs, metric, blend, ridge, rho = (drawn(UNITS, n_outputs), drawn(INPUTS, UNITS), metric_of(INPUTS), 0.6, 0.01, 0.34)
     mixed = mixed_of(metric, blend)
     found = solution(wide.kronecker_solver(metric, unit, blend, ridge, rho), rhs)
     inside = unit @ torch.linalg.pinv(unit)  # onto the row space

@@ -81,12 +81,7 @@ def test_test_prompts_choose_nothing():
     other = next(split for split in others if len(set(contents_of(split))) == n)
     assert other.examples != task().test.examples
     with_other_test = swd.best_circuit(
-        model(),
-        replace(task(), test=other),
-        SITE,
-        tokens=swd.text_tokens(4_096, split="train"),
-        progress=False,
-        minutes=1e-9,
+        model(), replace(task(), test=other), SITE, tokens=swd.text_tokens(4_096, split="train"), progress=False, minutes=1e-9
     )
     assert with_other_test.circuit.units == best_at_site(minutes=1e-9).circuit.units
     kept = [best.table().drop(columns="seconds") for best in (with_other_test, best_at_site(minutes=1e-9))]

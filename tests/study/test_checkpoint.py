@@ -60,11 +60,7 @@ def circuit_of(model, factors, positions="all", mean_over="all_tokens"):
     """Half of the units of each site, by their scores on a task."""
     task = swd.load_task("gendered_pronoun", model, n_train=12, n_validation=8, n_test=8)
     scores = swd.attribute(model, factors, task, positions=positions, mean_over=mean_over)
-    units = [
-        (site, i)
-        for site, of in scores.scores.items()
-        for i in of.abs().argsort(descending=True)[: len(of) // 2].tolist()
-    ]
+    units = [(site, i) for site, of in scores.scores.items() for i in of.abs().argsort(descending=True)[: len(of) // 2].tolist()]
     return swd.Circuit.of(factors, scores, units)
 
 

@@ -42,9 +42,7 @@ def test_a_study_of_the_papers_solver_has_it_once(default_model, tasks, asked):
     )
     methods = [r.method for r in with_paper.replacements]
     assert methods == ["SWD s=0.5", *(["Neurons pruned s=0.5", "neurons"] if asked is None else []), "SVD"]
-    assert (
-        not any(r.role == "paper" for r in with_paper.replacements) and "paper" not in with_paper.settings["controls"]
-    )
+    assert not any(r.role == "paper" for r in with_paper.replacements) and "paper" not in with_paper.settings["controls"]
 
 
 @pytest.mark.slow
@@ -66,18 +64,14 @@ def test_where_the_papers_solver_has_too_few_edges(default_model, tasks):
             on_step=steps.append,
         )
 
-    with pytest.raises(
-        swd.BudgetError, match=r"SWD \(paper\) s=0\.9 of attention: .*needs 2,750; leave control 'paper' out"
-    ):
+    with pytest.raises(swd.BudgetError, match=r"SWD \(paper\) s=0\.9 of attention: .*needs 2,750; leave control 'paper' out"):
         study(("paper",))
     assert steps == []
     left = study(None)
     solved = ["SWD s=0.5", "SWD s=0.9", "SWD (paper) s=0.5", "Neurons pruned s=0.5", "Neurons pruned s=0.9"]
     assert [r.method for r in left.replacements] == [*solved, "neurons", "SVD"]
     (said,) = left.settings["controls left out"]
-    assert said.startswith(
-        "SWD (paper) s=0.9 of attention: blocks.3.attn_o (128, 128) keeps 1,638 edges at s=0.9, and the paper"
-    )
+    assert said.startswith("SWD (paper) s=0.9 of attention: blocks.3.attn_o (128, 128) keeps 1,638 edges at s=0.9, and the paper")
     assert any(said in step for step in steps)
     assert "too few edges for the paper" in render_report(left) and "controls=" not in run_code(left)
 

@@ -176,8 +176,7 @@ def test_the_file_keeps_what_was_measured(model, found, tmp_path, monkeypatch):
     with pytest.raises(ResumeError, match=r"holds 'SWD' at 20 tokens, made otherwise: sparsity 0\.5 then, 0\.6 now"):
         data_efficiency(model, SITE, {"SWD": {**SWD, "sparsity": 0.6}}, **asked)
     with pytest.raises(
-        ResumeError,
-        match=r"holds another measurement: .*the held-out tokens .*Rerun with the original settings to resume",
+        ResumeError, match=r"holds another measurement: .*the held-out tokens .*Rerun with the original settings to resume"
     ):
         data_efficiency(model, SITE, {"SWD": SWD}, **{**asked, "heldout": TEXT})
     assert DataEfficiency.load(path) == made
@@ -200,10 +199,7 @@ def test_fits_that_were_not_measured_yet_are_not_made_again(model, tmp_path, mon
         again = data_efficiency(model, SITE, {"SWD": SWD}, **asked)
     assert again == whole
     assert runs.rows == len(HELD) + 2 + 2 + 4  # measured, but not calibrated
-    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".lock") == [
-        "efficiency.json",
-        "whole.json",
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".lock") == ["efficiency.json", "whole.json"]
 
 
 def test_a_changed_point_is_refused_when_the_file_is_read_and_when_it_goes_on(model, tmp_path):
@@ -230,18 +226,8 @@ def test_a_changed_point_is_refused_when_the_file_is_read_and_when_it_goes_on(mo
         ({"x": 3}, {}, TypeError, "'x' is a int; give LearnedUnits"),
         ({"SWD": SWD}, {"tokens": None}, swd.TokenError, "'SWD' is fitted by SWD, which needs tokens="),
         ({"SWD": SWD}, {"token_counts": ()}, ValueError, r"token_counts=\[\]"),
-        (
-            {"SWD": SWD},
-            {"token_counts": (10, True)},
-            ValueError,
-            r"token_counts=\[10, True\]: give one or more whole",
-        ),
-        (
-            {"SWD": {**SWD, "tokens": None}},
-            {},
-            ValueError,
-            "'SWD' sets 'tokens': its fits take tokens= and token_counts=",
-        ),
+        ({"SWD": SWD}, {"token_counts": (10, True)}, ValueError, r"token_counts=\[10, True\]: give one or more whole"),
+        ({"SWD": {**SWD, "tokens": None}}, {}, ValueError, "'SWD' sets 'tokens': its fits take tokens= and token_counts="),
         ({"SWD": {**SWD, "steps": 3}}, {}, ValueError, "steps"),
         ({"SWD": SWD}, {"heldout": HELD[:, :1]}, swd.TokenError, "heldout needs rows of at least two tokens"),
         ({"SWD": SWD}, {"out": "."}, IsADirectoryError, r"\. is a folder; give the name of a file in it"),
@@ -283,7 +269,5 @@ def test_units_of_another_site_are_refused(model, found):
 
 def test_a_file_in_place_of_the_folder_of_its_fits_is_refused(model, tmp_path):
     with pytest.raises(ValueError, match="ends in; name a file that ends otherwise"):
-        data_efficiency(
-            model, SITE, {"SWD": SWD}, heldout=HELD, tokens=TEXT, token_counts=(38,), out=tmp_path / "a.fits"
-        )
+        data_efficiency(model, SITE, {"SWD": SWD}, heldout=HELD, tokens=TEXT, token_counts=(38,), out=tmp_path / "a.fits")
     assert not list(tmp_path.iterdir())

@@ -52,10 +52,7 @@ def test_files_that_are_none(tmp_path):
     nan = DataEfficiency(points("a", float("nan")), {"site": SITE})
     nan.save(path)
     assert DataEfficiency.load(path).tokens_to_reach(1.0) == {"a": None}
-    for text, says in (
-        ("{", "is not a file of data_efficiency, or damaged"),
-        ('{"format": 9, "settings": {}}', "format 9"),
-    ):
+    for text, says in (("{", "is not a file of data_efficiency, or damaged"), ('{"format": 9, "settings": {}}', "format 9")):
         path.write_text(text)
         with pytest.raises(ValueError, match=says):
             DataEfficiency.load(path)

@@ -82,9 +82,7 @@ def test_sampling_draws_from_the_softmax():
     """One step, 4,000 prompts that are the same: frequencies against probabilities."""
     model = toy_model()
     row = [3, 1, 4]
-    made = generate(
-        model, baselines.svd(model, "mlp_out"), [row] * 4000, temperature=2, max_new_tokens=1, batch_size=4000
-    )
+    made = generate(model, baselines.svd(model, "mlp_out"), [row] * 4000, temperature=2, max_new_tokens=1, batch_size=4000)
     with torch.no_grad():
         probability = (model(torch.tensor([row]))[0, -1] / 2).softmax(-1)
     drawn = torch.tensor([sample.by_host[DENSE].tokens[0] for sample in made.samples])
@@ -226,9 +224,7 @@ def test_on_a_bridge(family):
     """Beside Hugging Face's own greedy continuation, token by token."""
     bridge, reference = families.bridge(family), families.reference(family)
     prompts = families.some_tokens(2, 7)
-    factors = swd.factorize(
-        bridge, "blocks.0.mlp_out", sparsity=0.5, preset="paper", outer_iterations=4, progress=False
-    )
+    factors = swd.factorize(bridge, "blocks.0.mlp_out", sparsity=0.5, preset="paper", outer_iterations=4, progress=False)
     made = generate(bridge, factors, prompts, max_new_tokens=6)
     row = prompts
     with torch.no_grad():

@@ -85,9 +85,7 @@ def test_what_none_means(model):
     theirs = swd.replace_model(model, "mlp_out", preset="paper", **tiny).settings
     assert (theirs["budgets"], theirs["calibration"], theirs["finetune"]) == ("uniform", "sequential", "paper")
     given = swd.replace_model(model, "mlp_out", sparsity={"blocks.0.*": 0.5, "blocks.1.*": 0.6}, finetune=None, **QUICK)
-    assert given.settings["budgets"] == "uniform" and given.factors["blocks.1.mlp_out"].sparsity == pytest.approx(
-        0.6, abs=0.01
-    )
+    assert given.settings["budgets"] == "uniform" and given.factors["blocks.1.mlp_out"].sparsity == pytest.approx(0.6, abs=0.01)
 
 
 def test_without_fine_tuning(model):
@@ -140,11 +138,7 @@ def test_started_again_and_interrupted_it_goes_on(model, tmp_path, monkeypatch):
     # A fine-tuning of these very factors, made otherwise, is still refused.
     with pytest.raises(swd.ResumeError, match="learning_rate"):
         swd.replace_model(
-            model,
-            "mlp_out",
-            sparsity=0.6,
-            out=tmp_path,
-            **{**named, "finetune_options": {**TUNE, "learning_rate": 0.1}},
+            model, "mlp_out", sparsity=0.6, out=tmp_path, **{**named, "finetune_options": {**TUNE, "learning_rate": 0.1}}
         )
 
 

@@ -371,9 +371,7 @@ def test_the_memory_of_a_study_is_bounded_by_its_estimate(default_model):
     sites, heldout = {"last two": "blocks.[23].mlp_out"}, swd.text_tokens(4096, split="test")
     needed = memory_of(default_model, sites, [task], sparsities=(0.5,), heldout_length=heldout.shape[1])
     assert list(needed) == ["factorize", "fidelity", "attribution of ioi", "curves of ioi"]
-    factors = swd.factorize(
-        default_model, sites["last two"], sparsity=0.5, preset="quick", outer_iterations=4, progress=False
-    )
+    factors = swd.factorize(default_model, sites["last two"], sparsity=0.5, preset="quick", outer_iterations=4, progress=False)
     scores = swd.attribute(default_model, factors, task)
     calls = {
         "fidelity": lambda: swd.fidelity(default_model, factors, heldout),

@@ -38,9 +38,7 @@ def test_odd_names_are_seen_in_the_report_the_terminal_and_reprs(run: Run) -> No
     first = run.replacements[0]
     named = replace(run, settings={**run.settings, "model": odd, "shape": odd}, attention=[])
     named = replace(
-        named,
-        replacements=[replace(first, surface=odd, method=odd)],
-        cards=[replace(run.cards[0], task=odd, method=odd)],
+        named, replacements=[replace(first, surface=odd, method=odd)], cards=[replace(run.cards[0], task=odd, method=odd)]
     )
     comparison = run.comparisons[first.surface]
     task = next(iter(comparison))

@@ -108,10 +108,7 @@ def _dropped(key: str) -> Callable[[dict[str, Any]], Any]:
         (lambda values: values["extras"].append(_SCRIPT), "one <svg> element"),
         (lambda values: values["extras"].append(_RAGGED), "is not a run, or damaged .*rows of other lengths"),
         (lambda values: values["units"][0]["contexts"][0].update(peak=99), "is not a run, or damaged .*its peak at 99"),
-        (
-            lambda values: values["units"][0]["contexts"][0]["z"].pop(),
-            "is not a run, or damaged .*5 tokens has 4 z",
-        ),
+        (lambda values: values["units"][0]["contexts"][0]["z"].pop(), "is not a run, or damaged .*5 tokens has 4 z"),
     ],
 )
 def test_what_is_no_run_is_refused(folder: Path, tmp_path: Path, change: Any, message: str) -> None:

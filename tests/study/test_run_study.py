@@ -109,9 +109,7 @@ def test_factors_may_be_made_on_the_same_model_in_float64(default_model, tasks):
     )
     assert run.settings["calibration dtype"] == "float64"
     made = run.replacements[0].factors
-    alone = swd.factorize(
-        exact, "blocks.[01].attn_o", sparsity=0.5, tokens=calibration, outer_iterations=4, progress=False
-    )
+    alone = swd.factorize(exact, "blocks.[01].attn_o", sparsity=0.5, tokens=calibration, outer_iterations=4, progress=False)
     for site in alone:
         assert torch.equal(made[site].read, alone[site].read) and torch.equal(made[site].write, alone[site].write)
     # Measured on the model itself: what `fidelity` finds there, to the bit.
@@ -143,11 +141,7 @@ def test_finished_factors_are_a_method_of_their_surface(default_model, tasks, ru
         curve = comparison.under_each()[positions, ablation]["ioi"].curves["mine"]
         scores = swd.attribute(default_model, made, tasks[0], positions=positions)
         assert curve.rows.equals(swd.evaluate(default_model, made, tasks[0], scores, ablation=ablation).rows)
-    assert (
-        comparison["ioi"]
-        .curves["mine"]
-        .rows.equals(run.comparisons["blocks.3.mlp_out"]["ioi"].curves["SWD s=0.75"].rows)
-    )
+    assert comparison["ioi"].curves["mine"].rows.equals(run.comparisons["blocks.3.mlp_out"]["ioi"].curves["SWD s=0.75"].rows)
     assert finished.settings["ablation"] == ["mean", "zero"] and finished.settings["factors"] == ["mine", "other"]
     assert "solver spec" not in finished.settings
     finished.save(tmp_path)

@@ -20,8 +20,7 @@ def screened(margin, **margins) -> Screen:
 
 def test_outputs_that_change_the_margin_and_what_attention_reads(default_model):
     found = needed_sites(
-        default_model,
-        screened(2.0, blocks__0__attn_o=1.9, blocks__1__attn_o=2.6, blocks__1__mlp_out=1.0, blocks__3__attn_o=1.7),
+        default_model, screened(2.0, blocks__0__attn_o=1.9, blocks__1__attn_o=2.6, blocks__1__mlp_out=1.0, blocks__3__attn_o=1.7)
     )
     # Half, three tenths against the task, 15 %; 5 % is too little.
     assert found.outputs == pytest.approx({"blocks.1.mlp_out": 0.5, "blocks.1.attn_o": -0.3, "blocks.3.attn_o": 0.15})

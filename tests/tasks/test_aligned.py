@@ -21,9 +21,7 @@ def test_a_group_has_one_length_template_and_order_and_is_filled_up(default_mode
         assert {example.meta[key] for example in found.split.examples} == {first.meta[key]}
     assert len({example.prompt for example in found.split.examples}) == 6 and found.tokens.shape[0] == 6
     assert sum(found.left_out.values()) + len(found.split) - found.drawn == len(task.train)
-    assert (
-        any(ANSWER in role for role in found.roles) and len(found.typical) == len(found.roles) == found.tokens.shape[1]
-    )
+    assert any(ANSWER in role for role in found.roles) and len(found.typical) == len(found.roles) == found.tokens.shape[1]
     alone = aligned_prompts(default_model, task.train, 6, like=3, drawn=False)
     assert alone.drawn == 0 and alone.split.examples[0] == task.train.examples[3]
 

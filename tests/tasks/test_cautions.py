@@ -44,9 +44,7 @@ def test_a_prompt_that_ends_in_a_space(model):
 def test_an_answer_that_goes_on_the_last_word(model):
     (said,) = told(model, ["Then Mary", "Then John", "Then Anna"], "Jane", " gave")
     assert "go on with the last word of 3 prompts: 'Jane' behind 'Then " in said
-    assert not told(
-        model, ["Then Mary ,", "Then John ,", "Then Anna ,"], "Jane", " gave"
-    )  # no word that it could go on with
+    assert not told(model, ["Then Mary ,", "Then John ,", "Then Anna ,"], "Jane", " gave")  # no word that it could go on with
     assert not told(model, ["Then Mary", "Then John", "Then Anna"], " Jane", " gave")
 
 

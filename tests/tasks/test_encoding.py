@@ -32,9 +32,7 @@ def test_words_that_are_not_known_are_named_once():
     for text in ("the zebra sat", "a zebra", "the cat"):
         unknown.see(text, tokenizer(text)["input_ids"])
     assert list(unknown.words) == ["zebra", "a"]
-    with pytest.warns(
-        UnknownWordsWarning, match=r"text: this host's tokenizer does not know 'zebra', 'a'; it reads '<unk>'"
-    ):
+    with pytest.warns(UnknownWordsWarning, match=r"text: this host's tokenizer does not know 'zebra', 'a'; it reads '<unk>'"):
         unknown.warn("text")
 
 

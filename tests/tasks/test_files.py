@@ -86,9 +86,7 @@ def test_a_file_of_few_prompts_leaves_no_split_empty(tmp_path, n):
         wanted = (asked[0], asked[1] or asked[2], asked[2])
         sizes = tuple(map(len, task.splits))
         assert all(1 <= size <= most for size, most in zip(sizes, wanted, strict=True))
-        assert sum(sizes) == min(n, sum(wanted)) and len({p for split in task.splits for p in prompts(split)}) == sum(
-            sizes
-        )
+        assert sum(sizes) == min(n, sum(wanted)) and len({p for split in task.splits for p in prompts(split)}) == sum(sizes)
         assert task.unused == n - sum(sizes)
 
 
@@ -164,20 +162,14 @@ def test_jsonl_of_edge_prunings_fields(tmp_path):
     [
         ("{'prompt'", r"line 3 is not JSON \(.*\): \"\{'prompt'\""),
         ("[1, 2]", r"line 3 must hold a JSON object, got '\[1, 2\]'"),
-        (
-            '{"prompt": "x", "answers": "y"}',
-            r"line 3 lacks 'distractors'; it has prompt, answers\. A line needs prompt",
-        ),
+        ('{"prompt": "x", "answers": "y"}', r"line 3 lacks 'distractors'; it has prompt, answers\. A line needs prompt"),
         (json.dumps({**OURS, "answers": [3]}), r"line 3: 'answers' must be a string or a list of strings, got \[3\]"),
         (json.dumps({**OURS, "prompt": None}), r"line 3: 'prompt' and 'corrupt' must be text"),
         ('{"prefix": "a", "corr_prefix": "b", "digits": "12o"}', r"line 3: 'digits' must be .* got '12o'"),
         ('{"prefix": "a", "corr_prefix": "b", "digits": 41.9}', r"line 3: 'digits' must be .* got 41.9"),
         ('{"prefix": "a", "corr_prefix": "b", "digits": Infinity}', r"line 3: 'digits' must be .* got inf"),
         ('{"prefix": "a", "corr_prefix": "b", "digits": NaN}', r"line 3: 'digits' must be .* got nan"),
-        (
-            '{"prefix": "a", "corr_prefix": "b", "digits": ' + "9" * 5000 + "}",
-            r"line 3 is not JSON \(Exceeds the limit",
-        ),
+        ('{"prefix": "a", "corr_prefix": "b", "digits": ' + "9" * 5000 + "}", r"line 3 is not JSON \(Exceeds the limit"),
         ("[" * 100_000, r"line 3 is not JSON \(.*recursion"),
         (b'{"prompt": "caf\xe9"}', r"line 3 is not UTF-8 text .* save the file as UTF-8"),
         ('{"prefix": "a", "corr_prefix": "b", "digits": 100}', r"line 3: 'digits' must be .* got 100"),

@@ -7,16 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swd_lens.tasks.generators import (
-    FAMILIES,
-    GENERATED,
-    TEMPLATES,
-    content_of,
-    corrupts,
-    generate,
-    greater_than,
-    words,
-)
+from swd_lens.tasks.generators import FAMILIES, GENERATED, TEMPLATES, content_of, corrupts, generate, greater_than, words
 from swd_lens.tasks.generators.words import SPLITS
 
 GPT2 = Path(__file__).parents[3] / "shared" / "tokenizers" / "gpt2"
@@ -41,10 +32,7 @@ def test_splits_share_no_content(family, key):
 def test_the_splits_of_a_task_share_no_content_and_no_prompt_whatever_the_seeds(family):
     """Names, places, years, ...: whatever a generator divides, between any two splits of tasks of any two seeds."""
     content, keys = content_of(family), ("content", "content_2")
-    drawn = {
-        split: [e for seed in range(4) for e in generate(family, owner, 150, seed=seed)]
-        for split, owner in content.items()
-    }
+    drawn = {split: [e for seed in range(4) for e in generate(family, owner, 150, seed=seed)] for split, owner in content.items()}
     for one, other in itertools.combinations(drawn, 2):
         for key in keys:
             assert not {e.meta[key] for e in drawn[one] if key in e.meta} & {e.meta.get(key) for e in drawn[other]}
@@ -68,8 +56,7 @@ def names_of(owner):
 def test_seen_and_unseen_templates_are_different_sentences():
     for family in FAMILIES:
         templates = {
-            kind: {e.meta["template"] for e in generate(family, "test", 400, templates=kind)}
-            for kind in ("seen", "unseen")
+            kind: {e.meta["template"] for e in generate(family, "test", 400, templates=kind)} for kind in ("seen", "unseen")
         }
         assert all(template.startswith("seen") for template in templates["seen"])
         assert all(template.startswith("unseen") for template in templates["unseen"])
@@ -89,9 +76,7 @@ def test_prompts_are_different_and_a_smaller_request_is_a_prefix(family, split, 
 def test_prompts_are_the_same_in_every_process_and_version():
     # Pinned: the embedded model's reported scores are about exactly these prompts.
     first = {family: generate(family, "test", 1)[0] for family in FAMILIES}
-    assert first["ioi"].prompt == (
-        "Here at the museum Mary and Rebecca eat lunch, and today Rebecca showed the new spoon to"
-    )
+    assert first["ioi"].prompt == ("Here at the museum Mary and Rebecca eat lunch, and today Rebecca showed the new spoon to")
     assert first["docstring"].prompt == (
         'def load(self, batch, score, object, label, limit, matrix):\n    """open the gentle cup\n\n'
         "    :arg label: kind newspaper\n    :arg limit: funny park\n    :arg"

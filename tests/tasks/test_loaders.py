@@ -78,10 +78,7 @@ def test_generated_corrupt_prompts_are_as_long_as_theirs(gpt2, family):
 
 def test_generated_years_are_the_tokens_century_and_two_digits(gpt2):
     task = load_task("greater_than", gpt2, n_train=200, n_test=100)
-    assert set(task.dropped) <= {
-        "start year is not the tokens [century, two digits]",
-        "final century is not a token of its own",
-    }
+    assert set(task.dropped) <= {"start year is not the tokens [century, two digits]", "final century is not a token of its own"}
     assert "start year is not the tokens [century, two digits]" in task.dropped
     for example, tokens in zip(task.test.examples, task.test.tokens, strict=True):
         start, century = re.findall(r"\d+", example.prompt)
@@ -110,9 +107,7 @@ def test_load_task_names_what_exists():
 def test_families_on_the_embedded_model(default_model, family):
     task = load_task(family, default_model, n_train=60, n_validation=30, n_test=40)
     assert (len(task.train), len(task.validation), len(task.test)) == (60, 30, 40)
-    assert task.prepend_bos and all(
-        int(tokens[0]) == default_model.tokenizer.bos_token_id for tokens in task.train.tokens
-    )
+    assert task.prepend_bos and all(int(tokens[0]) == default_model.tokenizer.bos_token_id for tokens in task.train.tokens)
 
 
 def test_tasks_are_the_same_every_time(default_model):

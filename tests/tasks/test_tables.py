@@ -15,9 +15,7 @@ TABLES = tuple(tables.TABLES)
 
 def test_the_four_families_of_the_embedded_model_come_first():
     assert FAMILIES == ("ioi", "docstring", "greater_than", "gendered_pronoun")
-    assert (
-        GENERATED[4:] == ("capital", "agreement", "succession", "greater_digit") == TABLES and GENERATED[:4] == FAMILIES
-    )
+    assert GENERATED[4:] == ("capital", "agreement", "succession", "greater_digit") == TABLES and GENERATED[:4] == FAMILIES
 
 
 @pytest.mark.parametrize("family", TABLES)
@@ -65,9 +63,7 @@ def test_successors_follow_days_and_months_go_round():
     for split in SPLITS:
         for example in generate("succession", split, 200):
             answers[example.answers[0].strip()] = example.prompt
-            items = next(
-                items for items in (tables.DAYS, tables.MONTHS, tables.NUMBERS) if example.meta["content"] in items
-            )
+            items = next(items for items in (tables.DAYS, tables.MONTHS, tables.NUMBERS) if example.meta["content"] in items)
             before = items[items.index(example.meta["content"]) - 1]
             assert before in example.prompt and len(example.distractors) == len(items) - 1
     assert set(answers) == {*tables.DAYS, *tables.MONTHS, *tables.NUMBERS[3:]}

@@ -76,9 +76,7 @@ def test_a_training_part_is_divided_by_prompts():
     again, other = (Task.from_examples("mine", train, test[:4], FakeHost(), seed=seed) for seed in (0, 1))
     assert again.validation.examples == task.validation.examples != other.validation.examples
     assert tuple(map(len, Task.from_examples("mine", train[1:3], test, FakeHost()).splits)) == (1, 1, 7)
-    with pytest.raises(
-        TaskError, match=r"task 'mine' has one training prompt, which cannot be divided .* give a valid"
-    ):
+    with pytest.raises(TaskError, match=r"task 'mine' has one training prompt, which cannot be divided .* give a valid"):
         Task.from_examples("mine", train[:2], test, FakeHost())
 
 
@@ -155,10 +153,7 @@ def test_duplicates_are_refused_or_dropped():
         ({"distractors": [[]] * 25}, "no answers or no distractors: 1 answers, 0 distractors"),
         ({"test_fraction": 1}, "test_fraction must lie between 0 and 1, got 1"),
         ({"prompts": ["he"], "answers": ["sat"], "distractors": ["ran"]}, "has 1 prompts; .* need at least one"),
-        (
-            {"validation_fraction": 0},
-            "validation_fraction must lie between 0 and 1 .* beside test_fraction=0.25, got 0",
-        ),
+        ({"validation_fraction": 0}, "validation_fraction must lie between 0 and 1 .* beside test_fraction=0.25, got 0"),
         ({"validation_fraction": 0.5, "test_fraction": 0.5}, "and leave something to train on .*=0.5, got 0.5"),
     ],
 )
@@ -237,9 +232,7 @@ def test_one_prompt_is_attributed_alone(default_model):
     margin = float(logits[0, -1, ids[0]] - logits[0, -1, ids[1]])
     torch.testing.assert_close(scores.means["blocks.3.mlp_out"], cache["mlp_out_unit", 3][0, -1], atol=1e-5, rtol=1e-5)
     wanted = attribute(default_model, factors, split, score="direct_logit", sign="signed").scores["blocks.3.mlp_out"]
-    torch.testing.assert_close(
-        scores.scores["blocks.3.mlp_out"], wanted, atol=1e-4, rtol=1e-4
-    )  # the last site: no layer behind
+    torch.testing.assert_close(scores.scores["blocks.3.mlp_out"], wanted, atol=1e-4, rtol=1e-4)  # the last site: no layer behind
     assert margin == pytest.approx(float(split.buckets().__next__().margin(logits[:, -1])[0]), abs=1e-5)
     with pytest.raises(ValueError, match="one token"):
         Task.of_prompt(default_model, prompt, " she said", " he")

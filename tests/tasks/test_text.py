@@ -152,11 +152,7 @@ def test_datasets_of_the_datasets_library(host):
         (3, {}, r"must be a file, a name .* or an iterable of documents, got int"),
         (b"the cat", {}, r"or an iterable of documents, got bytes"),
         ([5], {}, r"document 0 must be a string, or a dict with one under 'text', got int"),
-        (
-            DOCUMENTS,
-            {"n_tokens": 16},
-            r"the list that was passed holds too few tokens: 1 whole rows of 8, that is 8 tokens",
-        ),
+        (DOCUMENTS, {"n_tokens": 16}, r"the list that was passed holds too few tokens: 1 whole rows of 8, that is 8 tokens"),
         (DOCUMENTS, {"skip_tokens": 99}, r"too few tokens behind the 99 skipped ones: 0 whole rows of 8"),
         (DOCUMENTS, {"n_tokens": 7}, r"n_tokens \(whole rows\) must be a whole number of at least 8, got 7"),
         (DOCUMENTS, {"context": 9}, r"context \(up to the host's\) must be a whole number from 1 to 8, got 9"),

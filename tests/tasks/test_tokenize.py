@@ -22,10 +22,7 @@ from tests.tasks.test_task import GOOD, FakeHost
         (TaskExample("the \ud83d", ("sat",), ("ran",)), r"half of a character: 'the \\ud83d'"),
         (TaskExample("the", ("sat",), ("\ude00",)), r"half of a character"),
         (TaskExample("cat", ("sat",), ("ran",), corrupt=""), r"empty corrupt prompt"),
-        (
-            TaskExample("cat", ("sat",), ("ran",), corrupt="the " * 9),
-            r"corrupt prompt longer than the context: 9 tokens",
-        ),
+        (TaskExample("cat", ("sat",), ("ran",), corrupt="the " * 9), r"corrupt prompt longer than the context: 9 tokens"),
         (TaskExample("the cat " * 5, ("sat",), ("ran",)), r"prompt longer than the context: 10 tokens, n_ctx is 8"),
     ],
 )

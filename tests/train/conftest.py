@@ -59,7 +59,4 @@ def bits(factors):
 
 
 def supports(factors):
-    return {
-        site: ((f.read != 0).numpy().tobytes(), (f.write != 0).numpy().tobytes(), f.edges)
-        for site, f in factors.items()
-    }
+    return {site: ((f.read != 0).numpy().tobytes(), (f.write != 0).numpy().tobytes(), f.edges) for site, f in factors.items()}

@@ -56,9 +56,7 @@ def train(kind, out, **more):
 
 
 def bits(units):
-    return {
-        tokens: {name: t.numpy().tobytes() for name, t in kept.items()} for tokens, kept in units.checkpoints.items()
-    }
+    return {tokens: {name: t.numpy().tobytes() for name, t in kept.items()} for tokens, kept in units.checkpoints.items()}
 
 
 def files(folder):
@@ -116,9 +114,7 @@ def flipped(path, dice):
 def test_one_flipped_bit_anywhere_is_refused_or_ends_in_the_original_numbers(kind, state, tmp_path):
     folder, result, log = original(kind, state)
     dice, refused = random.Random(0), 0
-    names = [
-        name for name in files(folder) for _ in range(3 if name.startswith(("weights", "model", "factors")) else 5)
-    ]
+    names = [name for name in files(folder) for _ in range(3 if name.startswith(("weights", "model", "factors")) else 5)]
     for number, name in enumerate(names):
         out = tmp_path / str(number)
         shutil.copytree(folder, out)
@@ -160,9 +156,7 @@ def test_a_checkpoint_or_a_log_of_another_run_is_refused(tmp_path):
         out = tmp_path / name
         shutil.copytree(folder, out)
         shutil.copy(tmp_path / "other" / name, out / name)
-        with pytest.raises(
-            ResumeError, match=rf"{name}(: not what was written there| is not a training run, .*another call)"
-        ):
+        with pytest.raises(ResumeError, match=rf"{name}(: not what was written there| is not a training run, .*another call)"):
             train("transcoder", out)
 
 
@@ -227,9 +221,7 @@ def test_a_finished_run_is_read_where_nobody_may_write(kind, monkeypatch):
     monkeypatch.setattr(module, "require_writable", lambda *_: pytest.fail("written"))
     assert train(kind, folder) == result
     if kind == "finetune":  # the dense weights are remembered, too
-        tuned = finetune(
-            *factorized("hooked"), ROWS, out=folder, heldout=HELD, steps=7, batch_size=5, learning_rate=3e-3
-        )
+        tuned = finetune(*factorized("hooked"), ROWS, out=folder, heldout=HELD, steps=7, batch_size=5, learning_rate=3e-3)
         assert all(f.weight is factorized("hooked")[1][site].weight for site, f in tuned.items())
 
 
@@ -336,9 +328,7 @@ def test_kill_9_and_on_with_the_same_files(kind, tmp_path):
     assert ".writer.lock" in left and len(left["log.jsonl"].read_text().splitlines()) == 5 + (kind == "finetune")
     for each in [forked_run(kind, tmp_path / name) for name in ("killed", "alone")]:
         each.wait(300)
-    killed, alone = (
-        {name: path.read_bytes() for name, path in files(tmp_path / each).items()} for each in ("killed", "alone")
-    )
+    killed, alone = ({name: path.read_bytes() for name, path in files(tmp_path / each).items()} for each in ("killed", "alone"))
     assert killed == alone
 
 
@@ -444,15 +434,7 @@ def test_settings_that_no_units_have_are_told_with_the_folder(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"format": "x"},
-        {"format": None},
-        {"tokens": {}},
-        {"tokens": {"x": ""}},
-        {"provenance": 3},
-        {"tokens": 3},
-        {"log": 3},
-    ],
+    [{"format": "x"}, {"format": None}, {"tokens": {}}, {"tokens": {"x": ""}}, {"provenance": 3}, {"tokens": 3}, {"log": 3}],
 )
 def test_an_index_that_is_none_is_the_one_error(tmp_path, changes):
     LearnedUnits.load(original("transcoder", "finished")[0]).save(tmp_path)

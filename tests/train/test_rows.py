@@ -79,8 +79,7 @@ def test_two_processes_of_accelerate_give_what_one_gives(tmp_path):
     # Printed once, by the main process.
     outs = [json.loads(printed[printed.index("{") :]) for printed in (here.stdout, done.stdout)]
     one, two = (
-        [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
-        for name in ("one", "two")
+        [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()] for name in ("one", "two")
     )
     assert len(one) == len(two) == 6
     for a, b in zip(one, two, strict=True):
@@ -91,10 +90,7 @@ def test_two_processes_of_accelerate_give_what_one_gives(tmp_path):
     assert outs[0]["tokens"] == outs[1]["tokens"] == 5 * 3 * 128
     given, first, second = (FactorSet.load(tmp_path / name) for name in ("given", "one/factors", "two/factors"))
     for site, f in first.items():
-        for a, b, start in (
-            (f.read, second[site].read, given[site].read),
-            (f.write, second[site].write, given[site].write),
-        ):
+        for a, b, start in ((f.read, second[site].read, given[site].read), (f.write, second[site].write, given[site].write)):
             assert float((a - b).norm() / a.norm()) < 1e-4
             moved = float((a - start).norm() / start.norm())
             assert moved > 1e-3  # far more than they differ by

@@ -17,12 +17,7 @@ from hub_stand_in import TOKEN, Repository, StandIn
 hub = StandIn()
 FOLDER = Path(sys.argv[1])
 os.environ |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(FOLDER / "home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-os.environ |= {
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "HF_HUB_DISABLE_XET": "1",
-    "NO_PROXY": "127.0.0.1",
-    "no_proxy": "127.0.0.1",
-}
+os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE"):
     os.environ.pop(name, None)
 
@@ -81,11 +76,7 @@ def push_and_load():
     assert url == f"{hub.url}/user/first/commit/{repository.head}"
     files = repository.commits[repository.head]
     assert {name.split(".safetensors")[0][:-13] for name in files if name.endswith("tensors")} == set(FIRST)
-    assert set(files) - {name for name in files if name.endswith("tensors")} == {
-        "README.md",
-        "config.json",
-        "factors.json",
-    }
+    assert set(files) - {name for name in files if name.endswith("tensors")} == {"README.md", "config.json", "factors.json"}
     config = json.loads(files["config.json"])
     assert config == {"library_name": "swd_lens", "format": 1, "base_model": "gpt2"}
     assert 'FactorSet.from_pretrained("user/first")' in files["README.md"].decode()
@@ -154,9 +145,7 @@ def a_repository_of_something_else():
 
 def an_interrupted_download():
     FIRST.push_to_hub("user/cut", token=TOKEN)
-    (name,) = [
-        name for name in hub.repositories["user/cut"].commits[hub.repositories["user/cut"].head] if "mlp_out" in name
-    ]
+    (name,) = [name for name in hub.repositories["user/cut"].commits[hub.repositories["user/cut"].head] if "mlp_out" in name]
     hub.cut[name] = 100
     cache = FOLDER / "interrupted"
     raises(Exception, "closed connection")(load, "user/cut", cache_dir=cache)

@@ -147,16 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         repository, commit = found
         siblings = [{"rfilename": path} for path in repository.commits[commit]]
-        self._json(
-            {
-                "_id": name,
-                "id": name,
-                "modelId": name,
-                "sha": commit,
-                "siblings": siblings,
-                "private": repository.private,
-            }
-        )
+        self._json({"_id": name, "id": name, "modelId": name, "sha": commit, "siblings": siblings, "private": repository.private})
 
     def tree(self, name: str, revision: str) -> None:
         if (found := self._repository(name, revision)) is None:
@@ -164,9 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
         assert parse_qs(urlsplit(self.path).query).get("recursive", ["true"]) != ["false"]
         repository, commit = found
         files = repository.commits[commit]
-        self._json(
-            [{"type": "file", "path": path, "size": len(files[path]), "oid": _oid(files[path])} for path in files]
-        )
+        self._json([{"type": "file", "path": path, "size": len(files[path]), "oid": _oid(files[path])} for path in files])
 
     def file(self, name: str, revision: str, path: str) -> None:
         if (found := self._repository(name, revision)) is None:

@@ -64,14 +64,7 @@ def test_the_dense_product_is_not_computed(model, factors):
     weights = [
         weight
         for block in model.blocks
-        for weight in (
-            block.attn.W_Q,
-            block.attn.W_K,
-            block.attn.W_V,
-            block.attn.W_O,
-            block.mlp.W_in,
-            block.mlp.W_out,
-        )
+        for weight in (block.attn.W_Q, block.attn.W_K, block.attn.W_V, block.attn.W_O, block.mlp.W_in, block.mlp.W_out)
     ]
     with torch.no_grad():
         dense, kept = model(tokens), [weight.clone() for weight in weights]
@@ -121,9 +114,7 @@ def test_a_host_is_sent_with_its_units(model, factors, units, sent):
     with pytest.raises(RuntimeError, match=r"model\.W_out was read"):
         _ = again.W_out
     assert torch.equal(again(tokens), attached) and torch.equal(model(tokens), plain)
-    assert len(find_sites(again)) == len(
-        find_sites(model)
-    )  # which looks whether weights and factors are what they were
+    assert len(find_sites(again)) == len(find_sites(model))  # which looks whether weights and factors are what they were
     with pytest.raises(AttachError, match="attached already"):
         attach(again, given)
     _, cache = again.run_with_cache(tokens)
@@ -219,10 +210,7 @@ def test_nested_attachments_of_different_sites_in_any_order(model):
 
 
 def test_a_site_holds_one_set_of_units(model, factors):
-    with (
-        attach(model, factors),
-        pytest.raises(AttachError, match=r"blocks\.0\.attn_qkv is attached already; detach it first"),
-    ):
+    with attach(model, factors), pytest.raises(AttachError, match=r"blocks\.0\.attn_qkv is attached already; detach it first"):
         attach(model, factors)
 
 

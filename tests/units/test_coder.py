@@ -108,9 +108,7 @@ def test_a_wrong_read_or_write_is_refused(read, write, message):
 
 @pytest.mark.parametrize("source", [torch.eye(3), {"read": ENC}, "blocks.1.mlp_out", Coder, None])
 def test_anything_else_names_what_is_accepted(source):
-    with pytest.raises(
-        TypeError, match=r"is no unit source for blocks\.1\.mlp_out\. Accepted: Factors; .* encode\(x\)"
-    ):
+    with pytest.raises(TypeError, match=r"is no unit source for blocks\.1\.mlp_out\. Accepted: Factors; .* encode\(x\)"):
         as_units(source, SITE)
 
 
@@ -202,10 +200,7 @@ def answering(encode=None, decode=None):
         (answering(encode=lambda x: x.to_sparse()), r"layout torch\.sparse_coo, expected a dense"),
         (answering(encode=lambda x: x.to("meta")), "encode took cpu and gave meta"),
         (answering(encode=lambda x: x.flatten()), r"encode gave \(3,\) for \(1, 1, 3\); keep the batch and position"),
-        (
-            answering(decode=lambda z: z),
-            r"decode gave \(1, 1, 4\) for z \(1, 1, 4\); blocks\.1\.mlp_out needs \(1, 1, 2\)",
-        ),
+        (answering(decode=lambda z: z), r"decode gave \(1, 1, 4\) for z \(1, 1, 4\); blocks\.1\.mlp_out needs \(1, 1, 2\)"),
     ],
 )
 def test_a_pair_that_does_not_work_is_refused_before_it_stands_anywhere(source, message):
@@ -284,9 +279,7 @@ def test_a_transcoder_replaces_the_dense_product_and_an_sae_does_not(model):
 def test_units_of_a_transcoder_can_be_edited(model):
     sources = exact_sources(model)
     with swd.attach(model, {NAME: sources["transcoder"]}), torch.no_grad():
-        edited = model.run_with_hooks(
-            TOKENS, fwd_hooks=[("blocks.1.hook_mlp_out_unit", lambda z, hook: torch.zeros_like(z))]
-        )
+        edited = model.run_with_hooks(TOKENS, fwd_hooks=[("blocks.1.hook_mlp_out_unit", lambda z, hook: torch.zeros_like(z))])
         _, cache = model.run_with_cache(TOKENS)
     with torch.no_grad():
         model.blocks[1].mlp.W_out.zero_()
@@ -301,9 +294,7 @@ def test_a_transcoder_may_replace_a_whole_mlp(overrides):
     whole = Functions(lambda x: x, original)
     with swd.attach(model, {"blocks.0.mlp": whole}):
         logits, cache = model.run_with_cache(TOKENS)
-        with pytest.raises(
-            AttachError, match=r"blocks\.0\.mlp, which shares weights with blocks\.0\.mlp_in, is attached"
-        ):
+        with pytest.raises(AttachError, match=r"blocks\.0\.mlp, which shares weights with blocks\.0\.mlp_in, is attached"):
             swd.attach(model, identity(model, "blocks.0.mlp_in"))
     torch.testing.assert_close(logits, dense)
     assert cache["mlp_unit", 0].shape == (2, 6, 16)
@@ -337,9 +328,7 @@ def test_a_coder_may_count_its_own_edges(model):
     assert curve.rows["edges"].iloc[-1] == sum(range(0, 24, 2))  # those of valid units
     for wrong, what in ((torch.zeros(3), r"\(3,\)"), ([1] * 24, "list")):
         coder.edges_per_unit = wrong
-        with pytest.raises(
-            swd.UnitSourceError, match=f"edges_per_unit is {what}; it must be a tensor of one number for each"
-        ):
+        with pytest.raises(swd.UnitSourceError, match=f"edges_per_unit is {what}; it must be a tensor of one number for each"):
             swd.attach(model, {NAME: coder})
 
 
@@ -349,9 +338,7 @@ def test_what_a_coder_needs_of_its_host_is_checked(model):
     def units(**needs):
         return {NAME: CoderUnits(coder, 32, 16, 24, provenance={"hook_name": "blocks.1.mlp.hook_pre", **needs})}
 
-    with pytest.raises(
-        AttachError, match="before its weight and bias, this host has fold_ln=False; load it with fold_ln=True"
-    ):
+    with pytest.raises(AttachError, match="before its weight and bias, this host has fold_ln=False; load it with fold_ln=True"):
         swd.attach(model, units(needs_folded_ln=True))
     swd.attach(model, units(needs_folded_ln=False)).detach()
     swd.attach(model, units(needs_ungated_mlp=True)).detach()

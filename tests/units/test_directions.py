@@ -43,9 +43,7 @@ def test_writers_of_a_token_are_what_an_audit_shows(default_model):
 
 def test_readers_pass_the_norm_s_weight():
     model = toy_model()  # its norms are not folded
-    factors = swd.factorize(
-        model, ["blocks.0.mlp_in", "blocks.0.mlp_out"], sparsity=0.5, preset="quick", progress=False
-    )
+    factors = swd.factorize(model, ["blocks.0.mlp_in", "blocks.0.mlp_out"], sparsity=0.5, preset="quick", progress=False)
     f, token = factors["blocks.0.mlp_in"], model.W_E[3].detach()
     table = factors.readers(3, model, n=None)
     scaled = f.read * model.blocks[0].ln2.w.detach()[:, None]

@@ -83,9 +83,7 @@ def test_neurons_are_inputs_with_what_they_write_or_outputs_with_what_they_read(
 
 
 @pytest.mark.parametrize(
-    "make",
-    [svd_factors, lambda weight: random_b_factors(weight, 0), neuron_factors],
-    ids=["svd", "random_b", "neurons"],
+    "make", [svd_factors, lambda weight: random_b_factors(weight, 0), neuron_factors], ids=["svd", "random_b", "neurons"]
 )
 def test_non_finite_weight(make):
     weight = weight_of((5, 6))

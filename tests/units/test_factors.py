@@ -104,9 +104,7 @@ def test_factors_that_are_on_a_device_are_not_made_again():
 
 
 def test_save_and_load(tmp_path):
-    saved = FactorSet(
-        {"blocks.0.mlp_out": sparse_factors(40, 20, 30, 0.3), "blocks.1.mlp_out": small()}, {"model": "toy"}
-    )
+    saved = FactorSet({"blocks.0.mlp_out": sparse_factors(40, 20, 30, 0.3), "blocks.1.mlp_out": small()}, {"model": "toy"})
     saved.save(tmp_path / "factors")
     assert same(FactorSet.load(tmp_path / "factors"), saved)
     names = sorted(path.name.split(".safetensors")[0][:16] for path in (tmp_path / "factors").iterdir())
@@ -130,9 +128,7 @@ def pairs(draw) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.dictionaries(st.sampled_from(["blocks.0.mlp_in", "blocks.0.mlp_out", "a/b", "a_b", "é"]), pairs(), max_size=4)
-)
+@given(st.dictionaries(st.sampled_from(["blocks.0.mlp_in", "blocks.0.mlp_out", "a/b", "a_b", "é"]), pairs(), max_size=4))
 def test_any_set_survives_its_files(drawn):
     factors = {site: Factors(*pair) for site, pair in drawn.items()}
     with TemporaryDirectory() as folder:

@@ -46,11 +46,7 @@ def test_folders_below_one_and_older_configurations(tmp_path: Path) -> None:
     assert list(load_coders(traced)) == ["blocks.0.mlp"]
     # gemma-scope-2 names its weights in small letters and stores them the other way round.
     own = random_weights(6, 8, 6, "b_enc", "threshold")
-    scope = {
-        "w_enc": own["W_enc"],
-        "w_dec": own["W_dec"],
-        **{name: own[name] for name in ("b_enc", "b_dec", "threshold")},
-    }
+    scope = {"w_enc": own["W_enc"], "w_dec": own["W_dec"], **{name: own[name] for name in ("b_enc", "b_dec", "threshold")}}
     (units,) = load_coders(circuit_tracer_folder(tmp_path / "scope", {0: scope})).values()
     assert torch.equal(units.coder.W_enc, own["W_enc"])
 

@@ -21,11 +21,7 @@ SCRIPT = Path(__file__).parent / "hub_scenarios.py"
 def scenario_names() -> list[str]:
     """Names in the script's SCENARIOS, without running it."""
     for node in ast.parse(SCRIPT.read_text(encoding="utf-8")).body:
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Tuple)
-            and ast.unparse(node.targets[0]) == "SCENARIOS"
-        ):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and ast.unparse(node.targets[0]) == "SCENARIOS":
             return [ast.unparse(element) for element in node.value.elts]
     raise AssertionError("no SCENARIOS")
 
@@ -67,9 +63,7 @@ def test_a_folder_needs_no_network(tmp_path):
     toy().save(tmp_path / "b")
     for folder in (tmp_path / "a", tmp_path / "b", str(tmp_path / "a")):
         loaded = FactorSet.from_pretrained(folder)
-        assert isinstance(loaded, FactorSet) and torch.equal(
-            loaded["blocks.1.mlp_out"].write, toy()["blocks.1.mlp_out"].write
-        )
+        assert isinstance(loaded, FactorSet) and torch.equal(loaded["blocks.1.mlp_out"].write, toy()["blocks.1.mlp_out"].write)
     assert FactorSet.load(tmp_path / "a").edges == 8
     # Saved over, the card and the configuration stay, and disturb nothing.
     toy().save(tmp_path / "a")
@@ -100,19 +94,13 @@ def test_card(tmp_path, monkeypatch):
     assert card.data.base_model == "EleutherAI/pythia-70m" and card.data.library_name == "swd_lens"
     assert "sparse-weight-decomposition" in card.data.tags
     text = str(card)
-    assert (
-        "# Sparse factors of EleutherAI/pythia-70m" in text and "2 weight matrices of **EleutherAI/pythia-70m**" in text
-    )
+    assert "# Sparse factors of EleutherAI/pythia-70m" in text and "2 weight matrices of **EleutherAI/pythia-70m**" in text
     assert "4 units and 8 edges, a sparsity\nof 0.0000" in text  # 1 - 8 / (2 * 2 * 2)
     assert 'factors = swd.FactorSet.from_pretrained("user/repo")\nswd.attach(model, factors)' in text
     lines = text.splitlines()
     table = lines[lines.index("|---|---:|---:|---:|---:|---:|") + 1 :]
     # read holds 1 nonzero, write 3: 4 edges of a 2 x 2 matrix.
-    assert table[:3] == [
-        "| `blocks.0.mlp_out` | 2 | 2 | 2 | 4 | 0.0000 |",
-        "| `blocks.1.mlp_out` | 2 | 2 | 2 | 4 | 0.0000 |",
-        "",
-    ]
+    assert table[:3] == ["| `blocks.0.mlp_out` | 2 | 2 | 2 | 4 | 0.0000 |", "| `blocks.1.mlp_out` | 2 | 2 | 2 | 4 | 0.0000 |", ""]
 
 
 def test_card_of_one_matrix_of_no_known_model():
@@ -129,9 +117,7 @@ def test_the_mixin_leaves_a_set_a_set(tmp_path):
     assert FactorSet({}, {"model": "x"})._hub_mixin_config is None  # the arguments were not searched
     assert FactorSet(factors={}, provenance={"model": "x"}).provenance == {"model": "x"}
     twin = copy.deepcopy(made)
-    assert twin.provenance == made.provenance and torch.equal(
-        twin["blocks.0.mlp_out"].read, made["blocks.0.mlp_out"].read
-    )
+    assert twin.provenance == made.provenance and torch.equal(twin["blocks.0.mlp_out"].read, made["blocks.0.mlp_out"].read)
     assert "2 sites, 4 units, 8 edges" in repr(made)
     with pytest.raises(TypeError, match="unexpected keyword"):
         FactorSet.from_pretrained(tmp_path, revison="main")

@@ -80,9 +80,7 @@ def test_no_changed_bit_of_any_file_gives_other_factors(tmp_path):
     for path in sorted(tmp_path.iterdir()):
         whole = path.read_bytes()
         for position in draw.sample(range(len(whole)), 60):
-            path.write_bytes(
-                whole[:position] + bytes([whole[position] ^ 1 << draw.randrange(8)]) + whole[position + 1 :]
-            )
+            path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << draw.randrange(8)]) + whole[position + 1 :])
             try:
                 assert same(FactorSet.load(tmp_path), some())  # white space between values
             except FactorFileError:
@@ -111,10 +109,7 @@ WRONG = {
     "the index itself": (lambda d: d["sites"][SITES[0]].update(file=INDEX, sha256="0" * 64), None),
     "provenance that is a text": (lambda d: d.update(provenance="x"), "has no 'provenance'"),
     "no sites": (lambda d: d.pop("sites"), "has no 'sites'"),
-    "settings that are a list": (
-        lambda d: d["sites"][SITES[0]].update(settings=[]),
-        "'settings' of blocks.0.mlp_in is",
-    ),
+    "settings that are a list": (lambda d: d["sites"][SITES[0]].update(settings=[]), "'settings' of blocks.0.mlp_in is"),
     "another format": (lambda d: d.update(format=99), "of factor format 99, this swd_lens reads 1; update swd_lens"),
     "format 0": (lambda d: d.update(format=0), "of factor format 0, this swd_lens reads 1; factorize again"),
     "format True": (lambda d: d.update(format=True), "of factor format True, this swd_lens reads 1; factorize again"),

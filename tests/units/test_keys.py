@@ -59,9 +59,7 @@ def test_what_names_several_gives_a_subset(key, names):
     assert subset.provenance["preset"] == "by hand" and ("probe_tokens" in subset.provenance) == (names == NAMES)
 
 
-@pytest.mark.parametrize(
-    "key", ["blocks.7.mlp_out", ("mlp_out", 7), "blocks.*.attn_q", "mlp_gate", ["mlp_out", "mlp_gate"]]
-)
+@pytest.mark.parametrize("key", ["blocks.7.mlp_out", ("mlp_out", 7), "blocks.*.attn_q", "mlp_gate", ["mlp_out", "mlp_gate"]])
 def test_a_key_that_names_nothing_is_answered_with_the_nearest(key):
     with pytest.raises(KeyError, match=r"no factors for site '.*' among this set's 4 sites\. Nearest: .*blocks\."):
         SET[key]
@@ -71,12 +69,7 @@ def test_a_key_that_names_nothing_is_answered_with_the_nearest(key):
 
 def test_a_subset_is_saved_loaded_and_attached(tmp_path, default_model):
     whole = swd.factorize(
-        default_model,
-        ["blocks.2.mlp_out", "blocks.3.mlp_out"],
-        sparsity=0.9,
-        preset="quick",
-        outer_iterations=2,
-        progress=False,
+        default_model, ["blocks.2.mlp_out", "blocks.3.mlp_out"], sparsity=0.9, preset="quick", outer_iterations=2, progress=False
     )
     whole.save(tmp_path / "whole")
     subset = FactorSet.load(tmp_path / "whole")[["mlp_out"]]["*.3.*"]  # of what still lies in files

@@ -78,9 +78,7 @@ def test_factors_of_a_processed_host_move_to_the_raw_one(raw):
 def test_without_transport_it_would_be_silently_wrong_and_is_refused(raw):
     family, model, factors = raw
     host = processed(family, **PROCESSINGS["everything"])
-    with pytest.raises(
-        AttachError, match=r"made with fold_ln=False.*this host has fold_ln=True.*factors\.transport\(model\)"
-    ):
+    with pytest.raises(AttachError, match=r"made with fold_ln=False.*this host has fold_ln=True.*factors\.transport\(model\)"):
         swd.attach(host, factors)
     blind = FactorSet({site: Factors(f.read, f.write) for site, f in factors.items()})
     (wrong, _), (right, _) = seen(host, blind), seen(model, factors)

@@ -240,10 +240,7 @@ def test_factors_that_versions_do_not_see_end_the_next_call(model, edit):
         with pytest.raises(AttachError, match=FACTORS.format(r"blocks\.1\.mlp_in")):
             swd.find_sites(model)
         assert attachment.attached
-    with (
-        pytest.raises(AttachError, match=FACTORS.format(r"blocks\.1\.mlp_in")),
-        attach(model, everywhere(model)) as again,
-    ):
+    with pytest.raises(AttachError, match=FACTORS.format(r"blocks\.1\.mlp_in")), attach(model, everywhere(model)) as again:
         again.factors["blocks.1.mlp_in"].write.data.mul_(2)
         model(TOKENS)
     assert not again.attached

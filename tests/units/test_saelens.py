@@ -42,9 +42,7 @@ def make(kind, width=D_MODEL, meta=None, **settings):
 def transcoder(name="Transcoder", read="mlp.hook_post", write="hook_mlp_out", d_in=D_MLP, d_out=D_MODEL, **meta):
     written = write if write is None or write.startswith("blocks.") else f"blocks.1.{write}"
     metadata = SAEMetadata(hook_name=f"blocks.1.{read}", hook_name_out=written, **meta)
-    cfg = getattr(saes, f"{name}Config")(
-        d_in=d_in, d_out=d_out, d_sae=UNITS, apply_b_dec_to_input=False, metadata=metadata
-    )
+    cfg = getattr(saes, f"{name}Config")(d_in=d_in, d_out=d_out, d_sae=UNITS, apply_b_dec_to_input=False, metadata=metadata)
     return shaken(getattr(saes, name)(cfg))
 
 
@@ -178,9 +176,7 @@ def test_older_versions_keep_their_metadata_in_cfg():
 
 def of_kind(name, **settings):
     metadata = SAEMetadata(hook_name="blocks.1.hook_mlp_out")
-    return shaken(
-        getattr(saes, name)(getattr(saes, f"{name}Config")(d_in=D_MODEL, d_sae=UNITS, metadata=metadata, **settings))
-    )
+    return shaken(getattr(saes, name)(getattr(saes, f"{name}Config")(d_in=D_MODEL, d_sae=UNITS, metadata=metadata, **settings)))
 
 
 def doubled():
@@ -196,34 +192,22 @@ POST_NORM = "model.layers.1.post_feedforward_layernorm.output"
     ("source", "message"),
     [
         (nn.Identity(), "Identity is no SAELens object: it needs encode, decode and cfg.d_sae"),
-        (
-            make("standard", meta={"hook_name": None}),
-            "does not say where it stands; set it: sae.cfg.metadata.hook_name",
-        ),
+        (make("standard", meta={"hook_name": None}), "does not say where it stands; set it: sae.cfg.metadata.hook_name"),
         (sae("hook_resid_pre"), "stands on blocks.1.hook_resid_pre, which is no matrix' input or output"),
         (make("standard", meta={"hook_name": "hook_embed"}), "stands on hook_embed: expected hooks of one block"),
         (transcoder(write=None), "does not say what it writes; set it: .*hook_name_out"),
-        (
-            transcoder(read="hook_mlp_out", write="hook_resid_post"),
-            "hook_mlp_out -> blocks.1.hook_resid_post, which is no",
-        ),
+        (transcoder(read="hook_mlp_out", write="hook_resid_post"), "hook_mlp_out -> blocks.1.hook_resid_post, which is no"),
         (transcoder(write="blocks.2.hook_mlp_out"), "hook_post -> blocks.2.hook_mlp_out: expected hooks of one block"),
         (transcoder(read="hook_mlp_in"), "hook_mlp_in, which in TransformerLens is the residual stream before"),
         (sae(hf_hook_name=POST_NORM), f"is of {POST_NORM}: a norm stands between"),
-        (
-            transcoder(read="mlp.hook_in", hf_hook_name_out=POST_NORM),
-            "a norm stands between the matrix and that activation",
-        ),
+        (transcoder(read="mlp.hook_in", hf_hook_name_out=POST_NORM), "a norm stands between the matrix and that activation"),
         (sae("attn.hook_z", hook_head_index=3), r"one attention head \(hook_head_index=3\)"),
         (of_kind("BatchTopKTrainingSAE", k=4), r"training SAE.* save_inference_model\(path\)"),
         (
             make("standard", normalize_activations="expected_average_only_in"),
             "'expected_average_only_in', which is not folded .*fold_activation_norm_scaling_factor",
         ),
-        (
-            changed(sae(), cfg_normalize_activations="covariance_whitening"),
-            "'covariance_whitening', which is not folded",
-        ),
+        (changed(sae(), cfg_normalize_activations="covariance_whitening"), "'covariance_whitening', which is not folded"),
         (changed(sae(), use_error_term=True), "use_error_term on.* Set sae.use_error_term = False"),
         (changed(sae(), cfg_d_sae=7), r"gave z \(1, 3, 16\) and y \(1, 3, 6\); its cfg says 7 units"),
         (changed(transcoder(), cfg_d_out=7), r"cfg says 16 units and d_out=7"),
@@ -335,9 +319,7 @@ def test_from_their_own_files_every_kind_is_what_it_was(tmp_path):
         sae.save_model(tmp_path / kind)
         ((site, units),) = from_saelens(SAE.load_from_disk(tmp_path / kind)).items()
         assert site == SITE and units.n_units == UNITS
-        assert torch.equal(
-            units.run(inputs(D_MLP), dense), sae(inputs(units.d_in) if units.d_in else dense(inputs(D_MLP)))
-        )
+        assert torch.equal(units.run(inputs(D_MLP), dense), sae(inputs(units.d_in) if units.d_in else dense(inputs(D_MLP))))
 
 
 def test_training_saes_become_units_through_their_inference_files(tmp_path):

@@ -178,15 +178,9 @@ def test_to_a_device_takes_the_offsets_along():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (
-            {"read__value": torch.tensor([1.0, 2.25])},
-            r"unit 1 expected 4, found 4\.5, unit 0 expected 1\.5, found 1\.5",
-        ),
+        ({"read__value": torch.tensor([1.0, 2.25])}, r"unit 1 expected 4, found 4\.5, unit 0 expected 1\.5, found 1\.5"),
         ({"offsets__unit": torch.tensor([0.75, 0.0])}, r"unit 0 expected 1\.5, found 1\.75"),
-        (
-            {"write__value": torch.tensor([1.0, 1.5])},
-            r"output 1 expected 3, found 5, output 0 expected 1\.5, found 1\.5",
-        ),
+        ({"write__value": torch.tensor([1.0, 1.5])}, r"output 1 expected 3, found 5, output 0 expected 1\.5, found 1\.5"),
         ({"offsets__out": torch.tensor([0.0, -0.5])}, r"output 1 expected 3, found 3\.5, output 0 expected 1\.5"),
         ({"offsets__unit": torch.tensor([0.5 + 1e-6, 0.0])}, None),  # in the seventh digit
         ({}, None),  # rewritten as it was: the change is what matters

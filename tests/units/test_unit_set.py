@@ -25,9 +25,7 @@ def test_what_was_given_becomes_one_mapping_in_execution_order(model, factors):
     assert list(whole) == [site.name for site in find_sites(model)] == [site.name for site in whole.sites]
     assert whole.provenance == factors.provenance and whole[SITE] is factors[SITE]
     assert whole.sizes[SITE] == 16 and whole.n_units == factors.n_units
-    backwards = UnitSet.of(
-        host_of(model), {"blocks.1.mlp.W_out": factors[SITE], "blocks.0.attn_o": OpenCoder(*ones(16))}
-    )
+    backwards = UnitSet.of(host_of(model), {"blocks.1.mlp.W_out": factors[SITE], "blocks.0.attn_o": OpenCoder(*ones(16))})
     assert list(backwards) == ["blocks.0.attn_o", SITE] and list(backwards.coders) == ["blocks.0.attn_o"]
     assert list(backwards.factors) == [SITE] and backwards.factors[SITE] is factors[SITE]
     assert list(UnitSet.of(model, factors[SITE])) == [SITE]
@@ -60,9 +58,7 @@ def test_vectors_and_edges(model, factors):
 
 def test_units_are_hashed_once_a_set(model, factors, monkeypatch):
     hashed = []
-    monkeypatch.setattr(
-        unit_set, "fingerprint", lambda weight: hashed.append(tuple(weight.shape)) or fingerprint(weight)
-    )
+    monkeypatch.setattr(unit_set, "fingerprint", lambda weight: hashed.append(tuple(weight.shape)) or fingerprint(weight))
     units = UnitSet.of(model, {SITE: factors[SITE]})
     scored = {"units": {SITE: 16}, "factors": units.identities}
     units.require_made_for(scored, "this ranking")

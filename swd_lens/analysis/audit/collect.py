@@ -154,9 +154,7 @@ class _FirstRows:
     def __call__(self, first_row: int, rows: Tensor, z: Tensor, counted: Tensor | None) -> None:
         if (missing := max(1, N_TOKENS // rows.shape[1]) - self.n_rows) > 0:
             self.rows.append(rows[:missing])
-            self.counted.append(
-                torch.ones_like(rows, dtype=torch.bool)[:missing] if counted is None else counted[:missing]
-            )
+            self.counted.append(torch.ones_like(rows, dtype=torch.bool)[:missing] if counted is None else counted[:missing])
             self.n_rows += len(self.rows[-1])
         self.observer(first_row, rows, z, counted)
 
@@ -235,9 +233,7 @@ def select_units(unit_set: UnitSet, units: Any) -> dict[Site, Int[Tensor, " unit
     indices: dict[str, set[int]] = {}
     named = unit_set.units_named("all" if units is None else units)
     if not named:
-        raise ValueError(
-            "no unit was named: leave units out for all of them, or give names such as 'blocks.2.mlp_out/5'"
-        )
+        raise ValueError("no unit was named: leave units out for all of them, or give names such as 'blocks.2.mlp_out/5'")
     for name, index in named:
         (site,) = select_sites(unit_set.sites, name)
         n_units = unit_set[site.name].n_units
@@ -256,9 +252,7 @@ class SiteObserver:
         special: ids of special tokens.
     """
 
-    def __init__(
-        self, units: Int[Tensor, " column"], places: TopPlaces, coactivation: bool, special: Sequence[int] = ()
-    ):
+    def __init__(self, units: Int[Tensor, " column"], places: TopPlaces, coactivation: bool, special: Sequence[int] = ()):
         self.units, self.places, self.special = units, places, special
         self.statistics = Statistics(units, coactivation)
 
@@ -294,11 +288,7 @@ def rows_at_once(stream: TokenStream) -> int:
 
 
 def watch(
-    host: Host,
-    stream: TokenStream,
-    observers: Mapping[Site, Observer],
-    batch_size: int | None = None,
-    progress: bool = False,
+    host: Host, stream: TokenStream, observers: Mapping[Site, Observer], batch_size: int | None = None, progress: bool = False
 ) -> str:
     """Run the stream once and hand every site's z to its observer, float32, on the device where it was computed.
 

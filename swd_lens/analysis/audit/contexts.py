@@ -87,9 +87,7 @@ class TopPlaces:
 
     def __init__(self, n: int, before: int, after: int, per_row: int = 1):
         if n < 1 or before < 0 or after < 0:
-            raise ValueError(
-                f"n must be 1 or more, before and after 0 or more; got n={n}, before={before}, after={after}"
-            )
+            raise ValueError(f"n must be 1 or more, before and after 0 or more; got n={n}, before={before}, after={after}")
         self.n, self.before, self.after, self.per_row = n, before, after, per_row
         self.value = torch.empty(0, dtype=torch.float32)  # (unit, n), largest first; -1 where there is no place yet
         self.row = self.pos = self.tokens = self.z = torch.empty(0, dtype=torch.float32)
@@ -128,9 +126,7 @@ class TopPlaces:
         self.pos[units] = torch.cat([self.pos[units], pos], 1).gather(1, keep)
         self.tokens[units], self.z[units] = tokens, around
 
-    def _largest(
-        self, z: Float[Tensor, "rows pos unit"], counted: Bool[Tensor, "rows pos"] | None
-    ) -> tuple[Tensor, Tensor]:
+    def _largest(self, z: Float[Tensor, "rows pos unit"], counted: Bool[Tensor, "rows pos"] | None) -> tuple[Tensor, Tensor]:
         """|z| and position of each row's largest entries (-1 of one that does not count); of equal ones the earlier position
         comes first."""
         size = z.abs()

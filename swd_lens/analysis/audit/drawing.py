@@ -176,9 +176,7 @@ def _logits(unit: Any, level: int, legend: bool) -> str:
     effect = unit.logits
     if effect is None:
         inside = split_name(unit.site)[1] not in WRITES_RESIDUAL
-        why = (
-            "this site does not write to the residual stream" if inside else "this host or these units do not show one"
-        )
+        why = "this site does not write to the residual stream" if inside else "this host or these units do not show one"
         return f'{heading}<p class="soft">None: {why}.</p>'
     largest = max((abs(v) for _, v in (*effect.promoted, *effect.suppressed)), default=0.0)
     sides = "".join(
@@ -266,20 +264,13 @@ def draw_layers(ranked: pd.DataFrame, task: str, promoted: Mapping[str, str]):
     for column, of_layer in enumerate(layers.values()):
         _draw_layer(ax, (0.35 + column * _COLUMN, height), stream, of_layer, best, promoted)
     ax.text(0.15, height - 0.12, literal(f"Best units for {task.replace('_', ' ')}"), va="top", fontsize=11, color=INK)
-    key = (
-        "label, or in italics what it promotes · unit · # rank among all units · score in logits, the darker the higher"
-    )
+    key = "label, or in italics what it promotes · unit · # rank among all units · score in logits, the darker the higher"
     ax.text(0.15, stream - 0.3, key, va="bottom", fontsize=7.5, color=INK)
     return figure
 
 
 def _draw_layer(
-    ax: Any,
-    corner: tuple[float, float],
-    stream: float,
-    rows: list[dict[Any, Any]],
-    best: float,
-    promoted: Mapping[str, str],
+    ax: Any, corner: tuple[float, float], stream: float, rows: list[dict[Any, Any]], best: float, promoted: Mapping[str, str]
 ) -> None:
     """One layer's input and its units, below the figure's top, beginning at x."""
     x, height = corner

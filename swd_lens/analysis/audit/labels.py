@@ -119,9 +119,7 @@ class UnitLabels(_Base):
             if not label.label:
                 continue
             if unit in labels:
-                raise ValueError(
-                    f"line {number} of {legible(path)} labels {legible(unit)} a second time; keep one of the lines"
-                )
+                raise ValueError(f"line {number} of {legible(path)} labels {legible(unit)} a second time; keep one of the lines")
             if identity and factors.setdefault(site, identity) != identity:
                 raise ValueError(
                     f"line {number} of {legible(path)}: {legible(unit)} is of other factors than the lines before; keep one "
@@ -151,8 +149,7 @@ class UnitLabels(_Base):
         sites = {parse_unit(unit)[0] for unit in self.labels}
         if sites and not sites & set(identities):
             raise ValueError(
-                f"the labels are of {', '.join(sorted(sites))}, the audit is of {', '.join(identities)}; no site is in "
-                "both"
+                f"the labels are of {', '.join(sorted(sites))}, the audit is of {', '.join(identities)}; no site is in both"
             )
         others = [site for site in sorted(sites & set(identities)) if self._differs(site, identities[site])]
         if others:
@@ -169,9 +166,7 @@ class UnitLabels(_Base):
         """Both; where both name a unit, the right one's label. Raises ValueError where they are of different factors."""
         differ = [site for site, identity in other.factors.items() if self._differs(site, identity)]
         if differ:
-            raise ValueError(
-                f"these labels are of two different sets of factors at {', '.join(differ)}; keep them apart"
-            )
+            raise ValueError(f"these labels are of two different sets of factors at {', '.join(differ)}; keep them apart")
         return UnitLabels({**self.labels, **other.labels}, {**self.factors, **other.factors})
 
     def text(self, unit: str) -> str:
@@ -239,9 +234,7 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if not text.strip():
         raise ValueError(damaged(path, "labels", "it is empty"))
     unsealed = False
-    sealed: dict[
-        int, Counter[int]
-    ] = {}  # lines of a file of ours -> how often each is there: files may be put together
+    sealed: dict[int, Counter[int]] = {}  # lines of a file of ours -> how often each is there: files may be put together
     # By "\n" alone: U+2028 and its like stand unescaped within JSON strings, and splitlines would cut them there.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():

@@ -166,9 +166,7 @@ class Audit:
             write = self._vectors[site][1]
             if self.readout and write is not None and split_name(site)[1] in WRITES_RESIDUAL:
                 of_site = [unit for unit in units if unit[0] == site]
-                effects.update(
-                    zip(of_site, self.readout.effects(site, write[[index for _, index in of_site]]), strict=True)
-                )
+                effects.update(zip(of_site, self.readout.effects(site, write[[index for _, index in of_site]]), strict=True))
         return effects
 
     def _scored(self, site: str) -> dict[str, UnitScores]:
@@ -178,10 +176,7 @@ class Audit:
     @cached_property
     def ranks(self) -> dict[str, dict[str, list[int]]]:
         """task -> site -> rank of each unit, 1 the best."""
-        return {
-            task: {site: ranks.tolist() for site, ranks in scores.ranks().items()}
-            for task, scores in self.scores.items()
-        }
+        return {task: {site: ranks.tolist() for site, ranks in scores.ranks().items()} for task, scores in self.scores.items()}
 
     @cached_property
     def _vectors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
@@ -201,9 +196,7 @@ class Audit:
             ValueError: no scores, or several and none named, or none of that name.
         """
         if not self.scores:
-            raise ValueError(
-                "this audit knows no scores; give audit(..., scores=swd_lens.attribute(model, factors, task))"
-            )
+            raise ValueError("this audit knows no scores; give audit(..., scores=swd_lens.attribute(model, factors, task))")
         if task is None and len(self.scores) == 1:
             return next(iter(self.scores))
         if task is None or task not in self.scores:
@@ -232,9 +225,7 @@ class Audit:
                 )
         return pd.DataFrame(rows)
 
-    def rank_table(
-        self, task: str | None = None, per_layer: int = 3, layers: Iterable[int] | None = None
-    ) -> pd.DataFrame:
+    def rank_table(self, task: str | None = None, per_layer: int = 3, layers: Iterable[int] | None = None) -> pd.DataFrame:
         """The best units of each layer for a task (the paper's table of app. E.1).
 
         Args:

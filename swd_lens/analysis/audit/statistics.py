@@ -176,6 +176,4 @@ class Statistics:
     def _set(self, exponent: Int[Tensor, " column"]) -> None:
         self.exponent = exponent
         # By Python, whose powers of two are exact on every machine.
-        self.bins_per_z = torch.tensor(
-            [2.0**-e for e in exponent.tolist()], device=exponent.device, dtype=torch.float32
-        )
+        self.bins_per_z = torch.tensor([2.0**-e for e in exponent.tolist()], device=exponent.device, dtype=torch.float32)

@@ -87,9 +87,7 @@ def edges_of(vector: Float[Tensor, " d"], spans: Sequence[Span], n: int = 10) ->
 # ------------------------------------------------------------------ neighbours
 
 
-def nearest_writes(
-    write: Float[Tensor, "unit d_out"], k: int
-) -> tuple[Int[Tensor, "unit _k"], Float[Tensor, "unit _k"]]:
+def nearest_writes(write: Float[Tensor, "unit d_out"], k: int) -> tuple[Int[Tensor, "unit _k"], Float[Tensor, "unit _k"]]:
     """Per unit the k others of largest |cosine| between write vectors, and the cosines; dead units have cosine 0."""
     unit = write / write.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     others, cosines = [], []
@@ -176,9 +174,7 @@ def logit_effect(
     """
     site, index = unit
     if split_name(site)[1] not in WRITES_RESIDUAL:
-        raise ValueError(
-            f"{site} does not write to the residual stream; logit_effect takes units of mlp_out and attn_o"
-        )
+        raise ValueError(f"{site} does not write to the residual stream; logit_effect takes units of mlp_out and attn_o")
     write = write_vectors(factors if isinstance(factors, Factors) else factors[site])
     if write is None:
         raise ValueError(f"the units of {site} show no write vectors, so they have no direct logit effect")

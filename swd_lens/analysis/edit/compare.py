@@ -27,15 +27,7 @@ from transformer_lens.hook_points import HookPoint
 
 from swd_lens.analysis.edit.edited import Delta, Edit
 from swd_lens.analysis.edit.effects import measure
-from swd_lens.analysis.edit.make import (
-    RANDOM_SEED,
-    factor_set,
-    oracle_edit,
-    provenance,
-    random_unit,
-    unit_edit,
-    unit_of,
-)
+from swd_lens.analysis.edit.make import RANDOM_SEED, factor_set, oracle_edit, provenance, random_unit, unit_edit, unit_of
 from swd_lens.analysis.edit.target import Target, find_target, require_number
 from swd_lens.base import __version__
 from swd_lens.base.display import card, folded_settings
@@ -99,9 +91,7 @@ class EditComparison:
         """
         change = require_number("change", change)
         if change == 0 or of not in _COSTS:
-            raise EditError(
-                f"cost_at takes a change other than 0 and one of the three KL columns, got {change} and {quoted(of)}"
-            )
+            raise EditError(f"cost_at takes a change other than 0 and one of the three KL columns, got {change} and {quoted(of)}")
         costs = [
             {"method": method, "unit": rows["unit"].iloc[0], of: _interpolated(rows, change, of)}
             for method, rows in self.rows.groupby("method", sort=False)
@@ -147,9 +137,7 @@ class EditComparison:
         return f"EditComparison({self.target.prompt!r}: {self.target.answer!r} over {self.target.foil!r})\n{shown}"
 
     def _repr_html_(self) -> str:
-        what = (
-            f"{self.target.prompt!r}: {self.target.answer!r} over {self.target.foil!r}, margin {self.target.margin:.3f}"
-        )
+        what = f"{self.target.prompt!r}: {self.target.answer!r} over {self.target.foil!r}, margin {self.target.margin:.3f}"
         return card(f"Edits of {self.target.site}", what, self.plot(), self.table(), folded_settings(self.settings))
 
 
@@ -209,9 +197,7 @@ def compare_edits(
         else:
             of_unit = index if method == "unit" else random_unit(units[site.name], target, seed=random_seed, but=index)
             edits += [unit_edit(model, units, site, of_unit, target, shift, method=method) for shift in requested]
-    effects = measure(
-        model, edits, other_prompts, tokens, batch_size=batch_size, prepend_bos=prepend_bos, progress=progress
-    )
+    effects = measure(model, edits, other_prompts, tokens, batch_size=batch_size, prepend_bos=prepend_bos, progress=progress)
     settings = {
         "unit": f"{site.name}/{index}",
         "methods": methods,
@@ -276,9 +262,7 @@ def _kl_axis(ax: Any, values: Sequence[float] | pd.Series) -> None:
     ticks = [10.0**power for power in range(high, low - 1, -step)]
     ax.xaxis.set_major_locator(FixedLocator([0.0, *reversed(ticks)]))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: "0" if value == 0 else f"$10^{{{round(math.log10(value))}}}$")
-    )
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value == 0 else f"$10^{{{round(math.log10(value))}}}$"))
     ax.set_xlim(-0.12 * 10.0**low, 10.0**high * 1.6)
 
 

@@ -309,9 +309,7 @@ class Edit:
             raise
 
     @joint
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         depth = 0
         try:
             # Not one less than stand now: in the block it may have been undone, or applied to another host as well.
@@ -355,9 +353,7 @@ class Edit:
             AttachError: units are attached at the site.
         """
         if self.factors is not None:
-            raise EditError(
-                "an edit of a replacement changes no weight of the host; save its factors: edit.factors.save(folder)"
-            )
+            raise EditError("an edit of a replacement changes no weight of the host; save its factors: edit.factors.save(folder)")
         model = self.model if model is None else model
         is_applied = any(each.host.model is model for each in self._standing)
         host = host_of(model) if is_applied else self.check(model)
@@ -403,23 +399,18 @@ class Edit:
         tensors, metadata = read_tensors(path, WHAT, EditError)
         if metadata.get("format") != FORMAT or set(tensors) != set(_TENSORS):
             raise EditError(
-                f"{path} is not an edit that this swd_lens wrote (format {quoted(metadata.get('format'))}, not "
-                f"{quoted(FORMAT)})"
+                f"{path} is not an edit that this swd_lens wrote (format {quoted(metadata.get('format'))}, not {quoted(FORMAT)})"
             )
         for name, tensor in tensors.items():
             if not bool(tensor.isfinite().all()):
-                raise EditError(
-                    f"{path}: {name} holds values that are not finite; copy the file again, or make the edit again"
-                )
+                raise EditError(f"{path}: {name} holds values that are not finite; copy the file again, or make the edit again")
         with readable(path, WHAT, EditError):
             header = checked(WHAT, json.loads(metadata.get("edit", "")), _HEADER)
             checked(WHAT, header["settings"], _SETTINGS)
             read, write, h, d = (tensors[name] for name in _TENSORS)
             fit = read.ndim == write.ndim == 2 and read.shape[1] == write.shape[0]
             if not fit or h.shape != read.shape[:1] or d.shape != write.shape[1:]:
-                raise ValueError(
-                    f"read {tuple(read.shape)} and write {tuple(write.shape)} do not fit each other, h* or d"
-                )
+                raise ValueError(f"read {tuple(read.shape)} and write {tuple(write.shape)} do not fit each other, h* or d")
             return cls(
                 site=header["site"],
                 method=header["method"],

@@ -174,9 +174,7 @@ def calibrated(
     return Delta(read[:, None].clone(), (alpha * d / d.norm()).float()[None]), {"alpha": alpha, "z": z}
 
 
-def provenance(
-    host: Host, site: Site, target: Target, method: str, shift: float, *, base: str = "dense"
-) -> dict[str, Any]:
+def provenance(host: Host, site: Site, target: Target, method: str, shift: float, *, base: str = "dense") -> dict[str, Any]:
     """The settings of every edit: choices, and whose W it belongs to."""
     weight = host.weight(site)
     return {
@@ -240,9 +238,7 @@ def unit_of(host: Host, factors: Mapping[str, Factors], unit: Any) -> tuple[Site
     site, f = sites_of(host, name)[0], factors[name]
     if not bool(f.valid_units[index]):
         its_unit = f"{name}/{index}"
-        raise EditError(
-            f"unit {its_unit} is not valid: its read or its write vector is empty, so it does nothing; take another"
-        )
+        raise EditError(f"unit {its_unit} is not valid: its read or its write vector is empty, so it does nothing; take another")
     require_free(host, [site])
     check_weights(host, site, f)
     return site, index

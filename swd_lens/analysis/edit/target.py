@@ -179,8 +179,7 @@ def find_target(
         d = d * norm.cpu()
     if answer_id == foil_id or not bool(d.any()):
         raise EditError(
-            f"answer {quoted(answer)} and foil {quoted(foil)} have the same unembedding; there is no margin to move "
-            "between them"
+            f"answer {quoted(answer)} and foil {quoted(foil)} have the same unembedding; there is no margin to move between them"
         )
     tokens = read.row(model)
     seen = record(host, tokens[None], inputs=[site], run="last")

@@ -118,8 +118,7 @@ def attention_paths(model: Any, factors: Any, graph: UnitGraph, *, pairs: int = 
     """
     if not graph.has_prompt or graph.settings["attention"] != "frozen":
         raise ValueError(
-            'attention paths are of a graph of a prompt with attention="frozen", whose edges cross positions; this one '
-            "has none"
+            'attention paths are of a graph of a prompt with attention="frozen", whose edges cross positions; this one has none'
         )
     if graph.settings.get("task_prompts"):
         raise ValueError(
@@ -198,9 +197,7 @@ def _head_rows(layout: Layout, graph: UnitGraph) -> Iterator[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------- by pair
 
 
-def _score_rows(
-    by_head: Mapping[tuple[int, int], ScoreParts], heads: pd.DataFrame, pairs: int
-) -> Iterator[dict[str, Any]]:
+def _score_rows(by_head: Mapping[tuple[int, int], ScoreParts], heads: pd.DataFrame, pairs: int) -> Iterator[dict[str, Any]]:
     """The parts of the scores at these places, each place once."""
     places = pd.DataFrame(heads[_PLACE]).drop_duplicates()
     for place in records(places):

@@ -121,9 +121,7 @@ def _require_fitting(prompt: Any, tokens: Any, attention: str, normalize: str) -
     if prompt is None and attention == "frozen":
         raise ValueError("attention='frozen' holds the attention patterns of a prompt: give one, prompt='...'")
     if prompt is not None and normalize != "none":
-        raise ValueError(
-            "with a prompt weights are contributions per unit of z; normalize='cosine' is for graphs without one"
-        )
+        raise ValueError("with a prompt weights are contributions per unit of z; normalize='cosine' is for graphs without one")
 
 
 def kept_edges(keep: int | None, per_node: int | None, min_weight: float | int, isolated: bool) -> dict[str, Any]:
@@ -175,8 +173,7 @@ def units_of_run(model: Any, factors: Any, graph: UnitGraph) -> tuple[UnitSet, d
     if dict(graph.settings["factors"]) != dict(attached.identities):
         given = ", ".join(attached)
         raise ValueError(
-            f"the graph was made with other factors: those of {', '.join(graph.settings['factors'])}; given were those of "
-            f"{given}"
+            f"the graph was made with other factors: those of {', '.join(graph.settings['factors'])}; given were those of {given}"
         )
     return attached, {
         "model": graph.settings["model"],
@@ -248,9 +245,7 @@ def held_run(
     if prompt.n_rows != 1:
         raise ValueError(f"a graph is of one prompt, got {prompt.n_rows}; make one graph for each")
     if prompt.unusable is not None:
-        raise ValueError(
-            f"this prompt cannot be run: {legible(prompt.unusable)}; give a shorter one, or one that is not empty"
-        )
+        raise ValueError(f"this prompt cannot be run: {legible(prompt.unusable)}; give a shorter one, or one that is not empty")
     run = frozen_run(attached, drawn, list(prompt.ids), into if across else (), into)
     return prompt, run if across else run.last()
 
@@ -292,9 +287,7 @@ def _answer_ids(model: Any, answers: Any, logits: Tensor | None) -> list[int]:
             except Unusable as cause:
                 raise ValueError(f"{legible(cause)}; give a token id, or text that is one token") from None
         if not 0 <= int(answer) < model.cfg.d_vocab:
-            raise ValueError(
-                f"answer {legible(answer)} is no token id of this host; ids go from 0 to {model.cfg.d_vocab - 1}"
-            )
+            raise ValueError(f"answer {legible(answer)} is no token id of this host; ids go from 0 to {model.cfg.d_vocab - 1}")
         if int(answer) in ids:
             raise ValueError(f"answer {legible(answer)} is named twice; name it once")
         ids.append(int(answer))
@@ -335,12 +328,7 @@ def nodes_of(
                     row["score"] = float(scores.scores[group.site.name][item])
                     row["rank"] = int(ranks[group.site.name][item])
             elif group.kind == LOGIT:
-                row |= {
-                    "node": f"logit {item}",
-                    "layer": len(model.blocks),
-                    "token": item,
-                    "label": _label(model, item),
-                }
+                row |= {"node": f"logit {item}", "layer": len(model.blocks), "token": item, "label": _label(model, item)}
                 row["probability"] = None if ids is None else float(probabilities[item])
             elif ids is not None and position is not None:
                 row |= {"node": f"token@{position}", "layer": -1, "token": ids[position]}

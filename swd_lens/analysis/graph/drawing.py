@@ -222,8 +222,7 @@ def _grid_svg(grid: _Grid, graph: GraphData) -> str:
         if i:
             x = begin - _BETWEEN / 2
             shapes.append(
-                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP:.0f}" y2="{grid.bottom:.0f}" stroke="{GRID}" '
-                'stroke-dasharray="1 4"/>'
+                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP:.0f}" y2="{grid.bottom:.0f}" stroke="{GRID}" stroke-dasharray="1 4"/>'
             )
         if tokens is not None and column not in drawn:
             shapes.append(

@@ -201,9 +201,7 @@ def viewer_json(
     for name, members in groups.items():
         names = list(members)
         if unknown := [member for member in names if member not in places]:
-            raise ValueError(
-                f"group {quoted(name)} names {quoted(unknown[0])}, which is no node of this graph; see graph.nodes"
-            )
+            raise ValueError(f"group {quoted(name)} names {quoted(unknown[0])}, which is no node of this graph; see graph.nodes")
         supernodes.append([shown_text(name, html), *(places[member].node_id for member in names)])
     opened = [places[name].node_id for name in pinned_nodes(graph, pinned)]
     opened = list(dict.fromkeys([*opened, *(member for _, *members in supernodes for member in members)]))

@@ -20,18 +20,11 @@ from swd_lens.hosts import require_no_dropout
 from swd_lens.units import UnitSet
 from swd_lens.units.keys import read_unit
 
-COLUMNS = {
-    "source": "object",
-    "position": "Int64",
-    "kind": "object",
-    **dict.fromkeys(("z", "weight", "contribution"), "float64"),
-}
+COLUMNS = {"source": "object", "position": "Int64", "kind": "object", **dict.fromkeys(("z", "weight", "contribution"), "float64")}
 
 
 @with_torch_defaults
-def feeders(
-    model: Any, factors: Any, unit: Any, *, prompt: Any = None, tokens: Any = None, n: int | None = 20
-) -> pd.DataFrame:
+def feeders(model: Any, factors: Any, unit: Any, *, prompt: Any = None, tokens: Any = None, n: int | None = 20) -> pd.DataFrame:
     """Find which earlier units feed a unit: what each gives to its z along the direct path, as in `unit_graph`.
 
         swd.graph.feeders(model, factors, "blocks.3.mlp_in/17", prompt="When Mary and John went to the store, John gave it to")

@@ -143,9 +143,7 @@ def freeze(
     readers = {(site.layer, norm): site for site in reversed(host.sites()) if (norm := norm_before(site.kind))}
     writers = [site for site in host.sites() if site.kind in RESIDUAL_MATRICES]
     before = [site for site in host.sites() if site.kind in PRE_ACTIVATION and site.layer in slopes]
-    values = [
-        site for site in (*host.sites(), *host.alternatives()) if site.kind == "attn_v" and site.layer in patterns
-    ]
+    values = [site for site in (*host.sites(), *host.alternatives()) if site.kind == "attn_v" and site.layer in patterns]
     with torch.no_grad():
         embedded = host.residual(tokens, 0).detach().clone()
     with torch.set_grad_enabled(bool(slopes)), norms_behind(host, writers) as behind:

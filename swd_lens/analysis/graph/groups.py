@@ -81,9 +81,7 @@ def _likeness(graph: GraphData, units: list[_Unit], factors: Any, audit: Audit |
     spaces: dict[str, list[int]] = {}
     for i, (site, _) in enumerate(units):
         spaces.setdefault("residual stream" if split_name(site)[1] in WRITES_RESIDUAL else site, []).append(i)
-    writes = {
-        site: write_vectors(factors[site]) for site in dict.fromkeys(site for site, _ in units) if site in factors
-    }
+    writes = {site: write_vectors(factors[site]) for site in dict.fromkeys(site for site, _ in units) if site in factors}
     for site, index in units:
         write = writes.get(site)
         if write is None or index >= len(write):

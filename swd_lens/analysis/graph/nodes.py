@@ -17,10 +17,7 @@ from swd_lens.hosts.sites import WRITES_RESIDUAL, split_name
 
 # Viewers know these types; a unit of another one would not be drawn as a feature by all of them.
 _UNIT_TYPE, _ERROR_TYPE = "cross layer transcoder", "mlp reconstruction error"
-_READS_AND_WRITES: tuple[str, ...] = (
-    "reads the residual stream",
-    "writes to it",
-)  # columns of a graph without a prompt
+_READS_AND_WRITES: tuple[str, ...] = ("reads the residual stream", "writes to it")  # columns of a graph without a prompt
 
 
 @dataclass(frozen=True)
@@ -128,11 +125,9 @@ def _node(place: NodePlacement, feature_type: str, clerp: str, activation: float
         "feature": place.feature,
         "layer": place.layer,
         "ctx_idx": place.column,
-        "jsNodeId": {
-            "embedding": f"E_{own}-{column}",
-            "logit": f"L_{own}-{column}",
-            _ERROR_TYPE: f"{place.node_id}-0",
-        }.get(feature_type, f"{layer}_{own}-0"),
+        "jsNodeId": {"embedding": f"E_{own}-{column}", "logit": f"L_{own}-{column}", _ERROR_TYPE: f"{place.node_id}-0"}.get(
+            feature_type, f"{layer}_{own}-0"
+        ),
         "reverse_ctx_idx": 0,
         "run_idx": 0,
         "token_prob": 0.0,

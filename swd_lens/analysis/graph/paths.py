@@ -57,9 +57,7 @@ def plot_unit_paths(
         TypeError: units of a coder, which have no read and write edges.
     """
     if kind not in WRITES_RESIDUAL:
-        raise ValueError(
-            f"kind={quoted(kind)}: these units do not write to the residual stream; take one of {WRITES_RESIDUAL}"
-        )
+        raise ValueError(f"kind={quoted(kind)}: these units do not write to the residual stream; take one of {WRITES_RESIDUAL}")
     bounded("per_layer", per_layer, 1)
     units = UnitSet.of(model, factors)
     units.require_made_for(scores.settings, "this ranking")
@@ -75,9 +73,7 @@ def plot_unit_paths(
     if layers is None:
         layers = sorted(sites, key=lambda layer: int(ranks[sites[layer]].min()))[:_MOST_LAYERS]
     if unknown := [layer for layer in layers if layer not in sites]:
-        raise ValueError(
-            f"no units of {kind} in layer {unknown[0]}; scored are layers {', '.join(map(str, sorted(sites)))}"
-        )
+        raise ValueError(f"no units of {kind} in layer {unknown[0]}; scored are layers {', '.join(map(str, sorted(sites)))}")
     if not layers:
         raise ValueError("layers is empty: name at least one")
 
@@ -111,14 +107,10 @@ def plot_unit_paths(
     return figure
 
 
-def _draw_layer(
-    ax: Any, site: str, factors: Any, units: Mapping[int, str], labels: Mapping[str, str], middle: float
-) -> None:
+def _draw_layer(ax: Any, site: str, factors: Any, units: Mapping[int, str], labels: Mapping[str, str], middle: float) -> None:
     """One layer's input, the units with a line below each, and the sum of what they write, around a height."""
     if not isinstance(factors, Factors):
-        raise TypeError(
-            f"the units of {site} are a {type(factors).__name__}, which has no read and write edges to draw"
-        )
+        raise TypeError(f"the units of {site} are a {type(factors).__name__}, which has no read and write edges to draw")
     layer, _ = split_name(site)
     reads, writes = (factors.read != 0).sum(0), (factors.write != 0).sum(1)
     _box(ax, (_INPUT_X, middle), 0.86, 0.62, "#eef4fa")

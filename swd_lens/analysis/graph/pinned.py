@@ -52,9 +52,7 @@ def pinned_nodes(graph: GraphData, pinned: Any = None) -> list[str]:
             of_unit = nodes["node"][(nodes["site"] == site) & (nodes["unit"] == unit)].tolist()
             if not of_unit:
                 its_unit = f"{site}/{unit}"
-                raise ValueError(
-                    f"{legible(its_unit)} is pinned but not in the graph; pin units or nodes that graph.nodes has"
-                )
+                raise ValueError(f"{legible(its_unit)} is pinned but not in the graph; pin units or nodes that graph.nodes has")
             found += of_unit
         return list(dict.fromkeys(found))
     answers = nodes["node"][nodes["kind"] == "logit"].tolist()

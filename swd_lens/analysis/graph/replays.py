@@ -181,8 +181,7 @@ def _clamped(graph: UnitGraph, units: Any, attached: UnitSet) -> list[str]:
         of_unit = [unit] if is_node and unit in names else [] if is_node else by_unit.get(read_unit(unit, attached), [])
         if not of_unit:
             raise ValueError(
-                f'the graph does not draw {quoted(unit)}; name a node of it ("blocks.2.mlp_out/17@5") or one of its '
-                "units"
+                f'the graph does not draw {quoted(unit)}; name a node of it ("blocks.2.mlp_out/17@5") or one of its units'
             )
         clamped += of_unit
     return list(dict.fromkeys(clamped))

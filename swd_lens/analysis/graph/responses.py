@@ -63,9 +63,7 @@ def responses(
         progress: show a bar.
     """
     bare = replace(run, slopes={}, patterns={})  # with them the layout would multiply out matrices
-    vectors = (
-        layout_of(units, {}, bare, answers=answers, static=False, bounded=False).groups[-1].read if answers else None
-    )
+    vectors = layout_of(units, {}, bare, answers=answers, static=False, bounded=False).groups[-1].read if answers else None
     place_of = {site.name: place for place, site in enumerate(units.sites)}  # in the order of execution
     order = sorted(range(len(sources)), key=lambda i: (place_of[sources[i].site], sources[i].position, sources[i].unit))
     response = torch.zeros(len(sources), len(targets) + len(answers), dtype=torch.float32)
@@ -88,9 +86,7 @@ class _Change:
         of_targets: (source, target) of the targets' z.
     """
 
-    def __init__(
-        self, units: UnitSet, run: FrozenRun, sources: Sequence[ResponseSlot], targets: Sequence[ResponseSlot]
-    ):
+    def __init__(self, units: UnitSet, run: FrozenRun, sources: Sequence[ResponseSlot], targets: Sequence[ResponseSlot]):
         self.units, self.run = units, run
         self.by_name = {site.name: site for site in units.host.sites()}
         self.sources = _by_site(sources)

@@ -91,9 +91,7 @@ class UnitGraph(GraphData):
             )
         version = values.get("version")
         if type(version) is int and version > VERSION:
-            raise ValueError(
-                f"{legible(path)} has graph format {version}, this swd_lens reads up to {VERSION}; update swd_lens"
-            )
+            raise ValueError(f"{legible(path)} has graph format {version}, this swd_lens reads up to {VERSION}; update swd_lens")
         values = unseal(values, path, _WHAT)
         with readable(path, _WHAT):
             return cls.from_dict(values)

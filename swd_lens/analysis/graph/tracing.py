@@ -21,9 +21,7 @@ _MOST = 20  # of a node's pairs, and of either marginal
 _PAIR = "pair"
 
 
-def traced(
-    graph: GraphData, places: Places, attention: Any
-) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+def traced(graph: GraphData, places: Places, attention: Any) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
     """Results by node_id, and descriptions of units that are in none of the graph's nodes.
 
     Args:

@@ -67,9 +67,7 @@ class _Projection:
 
     _add_block: Callable[..., None]  # adds a block of each tensor
 
-    def __init__(
-        self, weight: Float[Tensor, "d_mlp d_model"], activation: Activation, dtype: torch.dtype, n_written: int
-    ):
+    def __init__(self, weight: Float[Tensor, "d_mlp d_model"], activation: Activation, dtype: torch.dtype, n_written: int):
         self.n_tokens = 0
         self._activation = activation
         self._weight = weight.to(dtype)

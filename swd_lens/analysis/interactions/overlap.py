@@ -125,16 +125,12 @@ class UnitOverlap(PairResult):
         figure, axes = new_figure(2, 2, width=4.6, height=3.9)
         top = self.top_units()
         _draw_selection(axes[0, 0], self, top.numpy())
-        matrices = {
-            name: matrix[top][:, top].clone().fill_diagonal_(torch.nan) for name, matrix in self.measures().items()
-        }
+        matrices = {name: matrix[top][:, top].clone().fill_diagonal_(torch.nan) for name, matrix in self.measures().items()}
         # One scale for the three, so that they can be compared; the few entries above it are drawn in its full colour.
         largest = np.nanpercentile(np.abs(np.stack([m.numpy() for m in matrices.values()])[:2]), 99)
         largest = float(f"{max(largest, 1e-3):.1g}")  # one digit, and never zero
         for ax, (name, matrix) in zip(axes.flat[1:], matrices.items(), strict=True):
-            heatmap(
-                ax, matrix.numpy(), label=f"{name} (full colour: {largest:g} or more)", signed=True, largest=largest
-            )
+            heatmap(ax, matrix.numpy(), label=f"{name} (full colour: {largest:g} or more)", signed=True, largest=largest)
             ax.set_title(name[0].upper() + name[1:], fontsize=10, color=INK)
             ax.set_xlabel("unit, by energy rank", fontsize=SMALL)
             ax.set_ylabel("unit, by energy rank", fontsize=SMALL)
@@ -176,14 +172,7 @@ class UnitOverlap(PairResult):
 
 @with_torch_defaults
 def unit_overlap(
-    model: Any,
-    factors: Any,
-    site: Pattern,
-    tokens: Any,
-    *,
-    shown: int = 96,
-    batch_size: int = 16,
-    progress: bool = True,
+    model: Any, factors: Any, site: Pattern, tokens: Any, *, shown: int = 96, batch_size: int = 16, progress: bool = True
 ) -> UnitOverlap:
     """Read, write and contribution overlap of all pairs of a site's units (paper, app. "Interaction Patterns").
 

@@ -74,8 +74,7 @@ class UnitInteractions(PairResult):
         NaN for a unit with itself, and for units without any effect on these tokens (`silent`).
         """
         scale, others = (
-            marginal.sqrt().where(marginal > 0, torch.nan)
-            for marginal in (self.marginal_rms, self._others.marginal_rms)
+            marginal.sqrt().where(marginal > 0, torch.nan) for marginal in (self.marginal_rms, self._others.marginal_rms)
         )
         ratio = self.interaction_rms / scale[:, None] / others
         return ratio.fill_diagonal_(torch.nan) if self.up is None else ratio
@@ -147,12 +146,8 @@ class UnitInteractions(PairResult):
         heatmap(axes[0, 1], self.ratio.numpy(), label="interaction ratio R")
         axes[0, 1].set_title("Pairs by pre-activation energy", fontsize=10, color=INK)
         axes[0, 1].set_xlabel("unit, by energy rank" if self.up is None else "up unit, by energy rank", fontsize=SMALL)
-        axes[0, 1].set_ylabel(
-            "unit, by energy rank" if self.up is None else "gate unit, by energy rank", fontsize=SMALL
-        )
-        figure.suptitle(
-            f"Interactions of {self.whose} units through {self.settings['activation']}", fontsize=11, color=INK
-        )
+        axes[0, 1].set_ylabel("unit, by energy rank" if self.up is None else "gate unit, by energy rank", fontsize=SMALL)
+        figure.suptitle(f"Interactions of {self.whose} units through {self.settings['activation']}", fontsize=11, color=INK)
         return figure
 
     def plot_pairs(self, n: int = 30) -> Figure:

@@ -91,12 +91,7 @@ class SiteRun:
         return -(-self.stream.n_rows // self.batch_size)
 
     def batches(
-        self,
-        *,
-        label: str | None = None,
-        outputs: Sequence[Site] = (),
-        inputs: Sequence[Site] = (),
-        others: Sequence[Site] = (),
+        self, *, label: str | None = None, outputs: Sequence[Site] = (), inputs: Sequence[Site] = (), others: Sequence[Site] = ()
     ) -> Iterator[Recording]:
         """Run every batch up to the site's block; gives z of the site's units and what else was asked for, as (token, width).
 
@@ -170,9 +165,7 @@ def paired_factors(by_site: UnitSet, site: Site) -> Factors:
         )
     units = by_site[site.name]
     if not isinstance(units, Factors):
-        raise ValueError(
-            f"{site.name} holds {type(units).__name__}, which shows no write vectors; pairs of units need Factors"
-        )
+        raise ValueError(f"{site.name} holds {type(units).__name__}, which shows no write vectors; pairs of units need Factors")
     if (valid := int(units.valid_units.sum())) < 2:
         raise ValueError(
             f"{site.name} has {valid} valid units (units with a read and a write edge); a pair needs two. Factorize it at "

@@ -17,15 +17,7 @@ from jaxtyping import Bool, Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from swd_lens.analysis.qk.scores import (
-    LayerScores,
-    LayerUnits,
-    attended_row,
-    layer_units,
-    provenance,
-    run_layers,
-    units_of_head,
-)
+from swd_lens.analysis.qk.scores import LayerScores, LayerUnits, attended_row, layer_units, provenance, run_layers, units_of_head
 from swd_lens.analysis.qk.screen import QKPair
 from swd_lens.base.checks import one_of
 from swd_lens.base.errors import QKError, visible_token

@@ -239,8 +239,7 @@ def _sizes(run: LayerScores, pairs: Sequence[QKPair]) -> Float[Tensor, "batch ca
     """|gamma| rms(z_a) rms(z_b) of each pair on each prompt, float64."""
     device = run.q.z.device
     head, q, k, gamma = (
-        torch.tensor([getattr(pair, name) for pair in pairs], device=device)
-        for name in ("head", "q_unit", "k_unit", "gamma")
+        torch.tensor([getattr(pair, name) for pair in pairs], device=device) for name in ("head", "q_unit", "k_unit", "gamma")
     )
     sides = run.q.activations(q, head), run.k.activations(k, head // run.heads.group)
     z_a, z_b = (z.double().square().mean(-1).sqrt() for z in sides)

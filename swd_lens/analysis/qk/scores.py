@@ -143,9 +143,7 @@ def units_of_head(layers: Mapping[int, LayerUnits], layer: int, head: int) -> La
         QKError: a layer without Q and K units, or a head that is not there.
     """
     if layer not in layers:
-        raise QKError(
-            f"layer {layer} has no units on its queries and keys; layers with both: {', '.join(map(str, layers))}"
-        )
+        raise QKError(f"layer {layer} has no units on its queries and keys; layers with both: {', '.join(map(str, layers))}")
     units = layers[layer]
     if not 0 <= head < units.heads.n_heads:
         raise QKError(f"layer {layer} has heads 0 to {units.heads.n_heads - 1}, not {head}")
@@ -335,9 +333,7 @@ class LayerScores:
             )
 
 
-def run_layers(
-    units: UnitSet, layers: Mapping[int, LayerUnits], tokens: Int[Tensor, "batch pos"]
-) -> dict[int, LayerScores]:
+def run_layers(units: UnitSet, layers: Mapping[int, LayerUnits], tokens: Int[Tensor, "batch pos"]) -> dict[int, LayerScores]:
     """Run prompts dense and with all units attached, and keep what these layers show.
 
     Raises:
@@ -361,10 +357,7 @@ def run_layers(
             pattern = _shown(dense, heads[layer].pattern_hook).float()
             # Probabilities that a half-precision host rounded sum to one again: the KL of others is no number below 0.
             pattern = pattern / pattern.sum(-1, keepdim=True)
-            q, k = (
-                SideRun(side, attached.units[side.site.name].float(), angles[layer])
-                for side in (of_layer.q, of_layer.k)
-            )
+            q, k = (SideRun(side, attached.units[side.site.name].float(), angles[layer]) for side in (of_layer.q, of_layer.k))
             runs[layer] = LayerScores(of_layer, q, k, scores.float(), pattern)
             runs[layer].check(scores.dtype)
     return runs

@@ -278,8 +278,7 @@ def plot_attention_fidelity(fidelity: Fidelity) -> Figure:
             kinds.setdefault(kind, {})[layer] = float(difference)
     if not kinds:
         raise QKError(
-            f"this fidelity is of {', '.join(fidelity.relmse)}; factorize attn_qkv and attn_o to see how well attention "
-            "is kept"
+            f"this fidelity is of {', '.join(fidelity.relmse)}; factorize attn_qkv and attn_o to see how well attention is kept"
         )
     layers = sorted({layer for errors in kinds.values() for layer in errors})
     figure, axes = new_figure(width=1.6 + 0.34 * max(len(layers), 8), height=2.6)

@@ -123,9 +123,7 @@ class Workers:
             yield solved
 
 
-def _in_order(
-    tasks: Iterable[SolveTask], backend: Backend, on_finished: Callable[[str], None] | None
-) -> Iterator[Solved]:
+def _in_order(tasks: Iterable[SolveTask], backend: Backend, on_finished: Callable[[str], None] | None) -> Iterator[Solved]:
     source = iter(tasks)
     ended: dict[int, Parcel | Failed] = {}
     given = drawn = under_way = 0
@@ -177,9 +175,7 @@ def after_death(assignment: Assignment, retries: int, worker: str, how: str) -> 
     task, n = assignment.task, assignment.attempts
     if n <= retries:
         warnings.warn(
-            RuntimeWarning(
-                f"the {worker} that solved {task.site} {legible(how)}; trying again ({n} of {retries} retries)"
-            ),
+            RuntimeWarning(f"the {worker} that solved {task.site} {legible(how)}; trying again ({n} of {retries} retries)"),
             stacklevel=callers_level(),
         )
         return None

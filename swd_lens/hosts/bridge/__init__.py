@@ -46,16 +46,7 @@ from swd_lens.hosts.bridge.norms import (
 from swd_lens.hosts.bridge.running import BridgeRuns
 from swd_lens.hosts.bridge.sent import OnlyCopied
 from swd_lens.hosts.families import facts_of
-from swd_lens.hosts.host import (
-    Affine,
-    Host,
-    Register,
-    Use,
-    is_centered,
-    matrix_entries,
-    require_matrix,
-    require_unattached,
-)
+from swd_lens.hosts.host import Affine, Host, Register, Use, is_centered, matrix_entries, require_matrix, require_unattached
 from swd_lens.hosts.language import packed_in
 from swd_lens.hosts.sites import KINDS, PACKED, RESIDUAL_MATRICES, BlockShapes, Site, base_kind
 from swd_lens.hosts.weights import Shadow, refusals, shadow_methods, while_wanted
@@ -244,11 +235,7 @@ class BridgeHost(BridgeRuns, Host):
         leaves, block, attribute = self._leaves(site), self.model.blocks[site.layer], site.hook_name.rpartition(".")[2]
         mounted = projection if len(leaves) == 1 else Packed(projection, leaves)
         rows = Rows()
-        registries = (
-            (block._modules, attribute),
-            (block._hook_registry, attribute),
-            (self.model._hook_registry, site.hook_name),
-        )
+        registries = ((block._modules, attribute), (block._hook_registry, attribute), (self.model._hook_registry, site.hook_name))
 
         # An expert's leaf is in the module tree while it is mounted, so that what is mounted moves with the model.
         tree = ((leaves[0].stack._modules, site.kind.replace(".", "_"), leaves[0]),) if site.expert is not None else ()

@@ -252,9 +252,7 @@ def _by_expert(
             yield i, chosen, routed
 
 
-def _written(
-    stack: Any, expert: int, h: Float[Tensor, "routed d"], routed: Bool[Tensor, " token"]
-) -> Float[Tensor, "routed d"]:
+def _written(stack: Any, expert: int, h: Float[Tensor, "routed d"], routed: Bool[Tensor, " token"]) -> Float[Tensor, "routed d"]:
     """One expert's output on the tokens that are routed to it."""
     matrices = matrices_of(stack)
     act: Any = getattr(stack, "act_fn", getattr(stack, "activation", None))  # GPT-OSS has none: its gate is its own
@@ -297,15 +295,11 @@ def _queries_of_experts(self: Any, layer_input: Float[Tensor, "batch pos d"]) ->
     queries = flat.new_zeros(*experts.shape, self.hidden_size)
     for i, chosen, routed in _by_expert(self, experts):
         # A token chooses an expert once, so that both sides are in the order of tokens.
-        queries = queries.masked_scatter(
-            chosen[..., None], matrices_of(self)[f"attn_q.{i}"].on_routed(flat[routed], routed)
-        )
+        queries = queries.masked_scatter(chosen[..., None], matrices_of(self)[f"attn_q.{i}"].on_routed(flat[routed], routed))
     return queries.view(batch, pos, *queries.shape[1:]), router_logits, tuple(topology)
 
 
-def _merged_by_experts(
-    self: Any, layer_input: Float[Tensor, "batch pos k d"], topo_info: Any
-) -> Float[Tensor, "batch pos _"]:
+def _merged_by_experts(self: Any, layer_input: Float[Tensor, "batch pos k d"], topo_info: Any) -> Float[Tensor, "batch pos _"]:
     """Write the output of JetMoe's attention: what its experts make of the heads' outputs, times their weights."""
     batch, pos, k, width = layer_input.shape
     heads, total = layer_input.reshape(batch * pos, k, width), layer_input.new_zeros(batch * pos, self.input_size)

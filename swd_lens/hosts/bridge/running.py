@@ -48,9 +48,7 @@ def with_stand_ins(model: Any, stand_ins: Sequence[StandIn], run: Callable[[], A
         RuntimeError: it is called from within such a run: what stands in there would stand in here, too.
     """
     if any(type(module) in _PLAIN for module in (*model.blocks, _unembedding(model))):
-        raise RuntimeError(
-            "a hook ran this host in the middle of one of its runs; run it before or after, or run a copy"
-        )
+        raise RuntimeError("a hook ran this host in the middle of one of its runs; run it before or after, or run a copy")
     plain = [(module, type(module)) for module, _ in stand_ins]
 
     def restore() -> None:

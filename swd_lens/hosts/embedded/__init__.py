@@ -93,10 +93,7 @@ def gpt2_state(state: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
     for layer in range(shape.n_layers):
         old, new = f"blocks.{layer}.", f"transformer.h.{layer}."
         for norm, name in (("ln1", "ln_1"), ("ln2", "ln_2")):
-            moved |= {
-                f"{new}{name}.weight": state[f"{old}{norm}.w"],
-                f"{new}{name}.bias": state[f"{old}{norm}.b"],
-            }
+            moved |= {f"{new}{name}.weight": state[f"{old}{norm}.w"], f"{new}{name}.bias": state[f"{old}{norm}.b"]}
         # GPT-2 packs Q, K, V side by side, heads inside each; its matrices are (d_in, d_out), as ours.
         weights = [state[f"{old}attn.W_{letter}"].transpose(0, 1).reshape(d, -1) for letter in "QKV"]
         biases = [state[f"{old}attn.b_{letter}"].flatten() for letter in "QKV"]
@@ -117,9 +114,7 @@ KINDS = ("auto", "hooked", "bridge")
 
 @with_torch_defaults
 @errors_seen
-def load_default_model(
-    device: "str | torch.device | None" = None, dtype: torch.dtype = torch.float32, kind: str = "auto"
-) -> Any:
+def load_default_model(device: "str | torch.device | None" = None, dtype: torch.dtype = torch.float32, kind: str = "auto") -> Any:
     """The embedded model: a 4-layer GPT-2-style host that does the four tasks, with its tokenizer.
 
     Offline. In eval mode; nothing is folded or centred; the unembedding is the embedding's transpose.
@@ -139,19 +134,14 @@ def load_default_model(
 
 
 def load_model_folder(
-    folder: str | Path,
-    device: "str | torch.device | None" = None,
-    dtype: torch.dtype = torch.float32,
-    kind: str = "auto",
+    folder: str | Path, device: "str | torch.device | None" = None, dtype: torch.dtype = torch.float32, kind: str = "auto"
 ) -> Any:
     """The model in a folder written by `tests.embedded.train` (see `load_default_model`)."""
     one_of("kind", kind, KINDS)
     folder = Path(folder)
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
-            raise FileNotFoundError(
-                f"{legible(folder)} has no {legible(name)}; give a folder that tests.embedded.train wrote"
-            )
+            raise FileNotFoundError(f"{legible(folder)} has no {legible(name)}; give a folder that tests.embedded.train wrote")
     shape, state, tokenizer = _read(folder, dtype)
     missing = [name for name in shape.stored_names() if name not in state]
     if missing:

@@ -23,24 +23,9 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.hosts.families import family_of
 from swd_lens.hosts.hooked import fused
-from swd_lens.hosts.hooked.components import (
-    FACTORED_TO_PLAIN,
-    PLAIN_TO_FACTORED,
-    matrices,
-    model_with_units,
-    plain_model,
-)
+from swd_lens.hosts.hooked.components import FACTORED_TO_PLAIN, PLAIN_TO_FACTORED, matrices, model_with_units, plain_model
 from swd_lens.hosts.hooked.running import HookedRuns
-from swd_lens.hosts.host import (
-    Affine,
-    Host,
-    Register,
-    Use,
-    is_centered,
-    require_matrix,
-    require_unattached,
-    value_constant,
-)
+from swd_lens.hosts.host import Affine, Host, Register, Use, is_centered, require_matrix, require_unattached, value_constant
 from swd_lens.hosts.sites import PACKED, READS_ATTENTION_INPUT, RESIDUAL_MATRICES, BlockShapes, Site
 from swd_lens.hosts.weights import refusals, shadow_methods
 
@@ -103,9 +88,7 @@ class HookedTransformerHost(HookedRuns, Host):
     def affine(self, site: Site) -> Affine | None:
         block, cfg = self.model.blocks[site.layer], self.model.cfg
         if site.kind == "attn_o":
-            value = next(
-                s for s in (*self.sites(), *self.alternatives()) if (s.layer, s.kind) == (site.layer, "attn_v")
-            )
+            value = next(s for s in (*self.sites(), *self.alternatives()) if (s.layer, s.kind) == (site.layer, "attn_v"))
             norm, bias = self.affine(value), matrices(block.attn, "V")[1]
             shift = None if norm is None else norm.shift
             return Affine(shift=value_constant(bias, shift, self.weight(value), cfg.d_head, site.d_in))
@@ -275,9 +258,7 @@ def _refuse_unsupported(model: Any) -> None:
     """Name what stands in the way, before anything is touched."""
     cfg = model.cfg
     if getattr(cfg, "load_in_4bit", False):
-        raise UnsupportedHostError(
-            "cfg.load_in_4bit is on: quantized weights are not supported. Load the model without it."
-        )
+        raise UnsupportedHostError("cfg.load_in_4bit is on: quantized weights are not supported. Load the model without it.")
     if getattr(cfg, "positional_embedding_type", "") == "shortformer":
         raise UnsupportedHostError(
             "cfg.positional_embedding_type is 'shortformer': it feeds Q and K another input than V, so attn_qkv has no "

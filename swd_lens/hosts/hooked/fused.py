@@ -97,9 +97,5 @@ def cover_unembedding(unembed: Any, register: Callable[[Any], object]) -> None:
 def cover(attn: Any, register: Callable[[Any], object]) -> None:
     """Have the module compute its attention fused until the undo."""
     fused = Fused(attn)
-    names = {
-        "calculate_attention_scores": fused.scores,
-        "apply_causal_mask": fused.masked,
-        "calculate_z_scores": fused.z,
-    }
+    names = {"calculate_attention_scores": fused.scores, "apply_causal_mask": fused.masked, "calculate_z_scores": fused.z}
     shadow_methods(attn, {name: partial(_Part, call) for name, call in names.items()}, register)

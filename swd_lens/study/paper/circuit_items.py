@@ -96,8 +96,7 @@ def _compared(
     tables.append(table_of(caption, primary.table_of_ratios(ratios)))
     tables.append(
         table_of(
-            "SWD beside each control: surfaces on which it needs fewer edges and more (sign test)",
-            primary.table_of_tests(tests),
+            "SWD beside each control: surfaces on which it needs fewer edges and more (sign test)", primary.table_of_tests(tests)
         )
     )
     said = primary.in_words(ratios, tests)
@@ -135,10 +134,7 @@ def _nulls(
                 row: dict[str, Any] = {"task": task, "method": method, "edges": int(null.rows["edges"].iloc[0])}
                 row["random circuits as good"] = of_value.loc["recovered", "as good"]
                 for value, p in (("recovered", null.recovered_p), ("drop", null.drop_p)):
-                    row |= {
-                        value: of_value.loc[value, "circuit"],
-                        f"random {value}": of_value.loc[value, "random mean"],
-                    }
+                    row |= {value: of_value.loc[value, "circuit"], f"random {value}": of_value.loc[value, "random mean"]}
                     row[f"p of {value}"] = p
                 rows.append(row)
     columns = ["task", "method", "edges", "random circuits as good", "recovered", "random recovered", "p of recovered"]
@@ -179,15 +175,9 @@ def costs_table(
                 for cost in _COSTS:
                     known = [value for c in curves if (value := priced(c, threshold, cost)) is not None]
                     row[f"{cost} at {of}"] = _mean(known) if known else None
-            row |= {
-                "drop asked for": drop,
-                "drop of all units": _mean([float(c.rows["drop"].iloc[-1]) for c in curves]),
-            }
+            row |= {"drop asked for": drop, "drop of all units": _mean([float(c.rows["drop"].iloc[-1]) for c in curves])}
             out = compared.out_by(method)
-            row |= {
-                "CE difference": compared.ce_difference(method),
-                "CE difference se": compared.ce_difference_se(method),
-            }
+            row |= {"CE difference": compared.ce_difference(method), "CE difference se": compared.ce_difference_se(method)}
             rows.append(row | {"KL difference": compared.kl_difference(method), "out by": ", ".join(out or ())})
     frame = typed(pd.DataFrame(rows), real={"CE difference", "CE difference se", "KL difference"})
     caption = f"Least cost, {ablation} ablation; means over seeds; the drop is in logits, {share_of_drop:g} of the dense margin"

@@ -68,9 +68,7 @@ def cost_of(settings: ItemSettings, shape: Shape | None = None, speed: float | i
     for work in works:
         by_kind[work.what] = by_kind.get(work.what, 0.0) + _SLOWER * work.flops / speed
     memory = _BYTES * shape.weights + max(work.memory for work in works)
-    return Cost(
-        settings.item, flops, _SLOWER * flops / speed, int(memory), int(sum(work.disk for work in works)), by_kind
-    )
+    return Cost(settings.item, flops, _SLOWER * flops / speed, int(memory), int(sum(work.disk for work in works)), by_kind)
 
 
 def works_of(settings: ItemSettings, shape: Shape) -> Iterator[Work]:
@@ -112,9 +110,7 @@ def works_of(settings: ItemSettings, shape: Shape) -> Iterator[Work]:
             yield from _circuits(settings, shape, "full model", settings["circuit_sites"], 3, 1)
         case "audit" | "edit" | "qk":
             sites = settings.get("sites", settings.get("site"))
-            yield from _solving(
-                settings, shape, sites, [settings["sparsity"]], ("SWD",), settings.get("edit_tokens", tokens)
-            )
+            yield from _solving(settings, shape, sites, [settings["sparsity"]], ("SWD",), settings.get("edit_tokens", tokens))
             yield _fidelity(settings, shape, sites, 2)
         case "interactions":
             layer, kind = split_name(settings["interaction_site"])
@@ -141,9 +137,7 @@ def _solving(
         how = {name: value for name, value in SOLVERS[label].items() if name != "basis"}
         how |= {"outer_iterations": settings["outer_iterations"]} if how.get("preset") == "paper" else {}
         for sparsity in sparsities:
-            costs = [
-                solver_cost(*sizes, sparsity=sparsity, units=units, calibrated=tokens > 0, **how) for _, sizes in named
-            ]
+            costs = [solver_cost(*sizes, sparsity=sparsity, units=units, calibrated=tokens > 0, **how) for _, sizes in named]
             yield Work(
                 "solving",
                 sum(each.flops for each in costs),

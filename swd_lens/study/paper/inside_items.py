@@ -38,9 +38,7 @@ def semantic_audit(materials: Materials, settings: ItemSettings) -> ItemResult:
     n_valid = sum(int(f.valid_units.sum()) for f in factors.values())
     of_layers = [name for name in factors if split_name(name)[0] in layers]
     ranking = scores.ranking()
-    shown = [
-        unit for site in of_layers for unit in [each for each in ranking if each[0] == site][: settings["per_layer"]]
-    ]
+    shown = [unit for site in of_layers for unit in [each for each in ranking if each[0] == site][: settings["per_layer"]]]
     audited = audit(
         materials.model,
         factors,
@@ -62,10 +60,7 @@ def semantic_audit(materials: Materials, settings: ItemSettings) -> ItemResult:
     ]
     if best is not None:
         ranked = ranks.sort_values(by="global rank")
-        words = [
-            f"{row['unit']} rank {row['global rank']:,} ({row['score']:.3g})"
-            for row in ranked.head(3).to_dict("records")
-        ]
+        words = [f"{row['unit']} rank {row['global rank']:,} ({row['score']:.3g})" for row in ranked.head(3).to_dict("records")]
         findings.insert(1, f"Best of layers {', '.join(map(str, layers))}: {'; '.join(words)}.")
     tables = [
         table_of("Best units of each layer", ranks.drop(columns="label")),
@@ -103,9 +98,7 @@ def edit(materials: Materials, settings: ItemSettings) -> ItemResult:
     compared = compare_edits(model, factors, unit, prompt, answer, foil, lora_learning_rate=first, **how)
     rows = [compared.table().replace({"method": {"lora": f"LoRA, rate {first:g}"}})]
     for rate in more:
-        slower = compare_edits(
-            model, factors, unit, prompt, answer, foil, methods=("lora",), lora_learning_rate=rate, **how
-        )
+        slower = compare_edits(model, factors, unit, prompt, answer, foil, methods=("lora",), lora_learning_rate=rate, **how)
         rows.append(slower.table().replace({"method": {"lora": f"LoRA, rate {rate:g}"}}))
     table = pd.concat(rows, ignore_index=True)
     largest = max(settings["shifts"])
@@ -254,9 +247,7 @@ def interactions(materials: Materials, settings: ItemSettings) -> ItemResult:
     return result_of(settings, materials, findings, tables, pictures, numbers)
 
 
-def _gate_by_up(
-    materials: Materials, settings: ItemSettings, before: FactorSet, site: str, text: Any
-) -> UnitInteractions | None:
+def _gate_by_up(materials: Materials, settings: ItemSettings, before: FactorSet, site: str, text: Any) -> UnitInteractions | None:
     """Measure units of a gated MLP's gate with those of the up branch; None where there is no gate."""
     layer, kind = split_name(site)
     if kind != "mlp_gate":

@@ -96,9 +96,7 @@ class Test(PlainRecord):
 # ---------------------------------------------------------------------------------------------- cells
 
 
-def ratios(
-    comparison: Comparison, swd: str, surface: str, *, recovered: float | int, share_of_drop: float | int
-) -> list[Ratio]:
+def ratios(comparison: Comparison, swd: str, surface: str, *, recovered: float | int, share_of_drop: float | int) -> list[Ratio]:
     """SWD beside every matched control, in every task of a comparison, at both targets.
 
     Args:
@@ -119,9 +117,7 @@ def ratios(
             head = (task, surface, part_of(curve.settings.get("units", ())), target, swd)
             own = _costs([curve], threshold)
             of_control = {name: [of_task.curves[seed] for seed in comparison.methods[name]] for name in controls}
-            chosen = {
-                name: _median(_costs(curves, threshold, on_validation=True)) for name, curves in of_control.items()
-            }
+            chosen = {name: _median(_costs(curves, threshold, on_validation=True)) for name, curves in of_control.items()}
             cheapest = min((name for name in controls if chosen[name] < math.inf), key=chosen.__getitem__, default=None)
             for name, curves in of_control.items():
                 costs = _costs(curves, threshold)

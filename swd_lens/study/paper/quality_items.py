@@ -66,9 +66,7 @@ def tokens_needed(materials: Materials, settings: ItemSettings) -> ItemResult:
     ]
     title = f"Quality of {site} replaced, against tokens used"
     tables = [table_of("Every point", table), table_of("Tokens to the quality of SWD", reached)]
-    return result_of(
-        settings, materials, findings, tables, [Picture.of(measured.plot(), title, findings[0])], measured.as_dict()
-    )
+    return result_of(settings, materials, findings, tables, [Picture.of(measured.plot(), title, findings[0])], measured.as_dict())
 
 
 def _tokens_to_reach(measured: DataEfficiency, reference: str, settings: ItemSettings) -> pd.DataFrame:
@@ -110,13 +108,9 @@ def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:
     cheap |= materials.trained_methods(site, settings["trained"])
     compared = materials.compare(f"{site}, {label}", {**methods, **cheap})
     points = [
-        _point(materials, compared, site, s, without, methods[_named(s, without)])
-        for s in grid
-        for without in (True, False)
+        _point(materials, compared, site, s, without, methods[_named(s, without)]) for s in grid for without in (True, False)
     ]
-    swept = Sweep(
-        points, (0.5, settings["recovered"]), (settings["share_of_drop"],), settings["tolerance"], {"site": site}
-    )
+    swept = Sweep(points, (0.5, settings["recovered"]), (settings["share_of_drop"],), settings["tolerance"], {"site": site})
     table = swept.table()
     shown: Any = table[[name for name in table if ":" not in str(name)]]
     norms = {(point.sparsity, point.zero_data): point.relative_frobenius for point in points}
@@ -138,11 +132,7 @@ def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:
     pictures = [
         Picture.of(swept.plot(), "Errors and circuits over sparsities", findings[0]),
         *(
-            Picture.of(
-                frontiers.plot(cost),
-                f"Least {cost} of zero-data circuits, beside neurons and a transcoder",
-                findings[-1],
-            )
+            Picture.of(frontiers.plot(cost), f"Least {cost} of zero-data circuits, beside neurons and a transcoder", findings[-1])
             for cost in ("edges", "units")
         ),
     ]
@@ -153,19 +143,11 @@ def _named(sparsity: float | int, without: bool) -> str:
     return f"SWD {'zero-data' if without else 'calibrated'} s={sparsity:g}"
 
 
-def _point(
-    materials: Materials, compared: Comparison, site: str, sparsity: float | int, without: bool, make: Any
-) -> SweepPoint:
+def _point(materials: Materials, compared: Comparison, site: str, sparsity: float | int, without: bool, make: Any) -> SweepPoint:
     factors: FactorSet = make()
     name = _named(sparsity, without)
     (f,) = factors.values()
     curves = {task: of_task.curves[name] for task, of_task in compared.items()}
     return SweepPoint(
-        sparsity,
-        without,
-        factors.edges,
-        f.n_units,
-        float(f.provenance["relative_frobenius"]),
-        compared.fidelities[name],
-        curves,
+        sparsity, without, factors.edges, f.n_units, float(f.provenance["relative_frobenius"]), compared.fidelities[name], curves
     )

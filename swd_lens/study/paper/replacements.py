@@ -30,11 +30,7 @@ from swd_lens.train import baselines
 from swd_lens.train.baselines import LearnedUnits
 from swd_lens.units.factors import FactorSet
 
-_TRAINERS = {
-    "transcoder": baselines.transcoder,
-    "vpd_recon": baselines.vpd_recon,
-    "vpd_kl": baselines.vpd_kl,
-}
+_TRAINERS = {"transcoder": baselines.transcoder, "vpd_recon": baselines.vpd_recon, "vpd_kl": baselines.vpd_kl}
 # From so many matrices on, starting processes costs less than it gains; each holds a solver's memory.
 _MANY, _MOST_WORKERS = 16, 4
 _LOCAL = ("transcoder", "vpd_recon")  # trained on activations, not inside the host
@@ -75,9 +71,7 @@ class Replacements(Sources):
             how["outer_iterations"] = self.settings["outer_iterations"]
         return how
 
-    def swd(
-        self, sites: Any, sparsity: float | int, solver: str = "SWD", *, tokens: int | None = None, **how: Any
-    ) -> FactorSet:
+    def swd(self, sites: Any, sparsity: float | int, solver: str = "SWD", *, tokens: int | None = None, **how: Any) -> FactorSet:
         """Factors of these sites, solved now or finished earlier.
 
         Args:
@@ -101,9 +95,7 @@ class Replacements(Sources):
             **how,
         )
 
-    def solved(
-        self, sites: Any, sparsities: Sequence[float], tokens: Mapping[float, int] | None = None
-    ) -> dict[str, Any]:
+    def solved(self, sites: Any, sparsities: Sequence[float], tokens: Mapping[float, int] | None = None) -> dict[str, Any]:
         """Method -> what makes its factors: every solver at every sparsity.
 
         Args:
@@ -121,10 +113,7 @@ class Replacements(Sources):
 
     def exact(self, sites: Any) -> dict[str, Any]:
         """Method -> what makes exact factors of W: its neurons, and its singular vectors."""
-        made = {
-            "Neurons": partial(baselines.neurons, self.model, sites),
-            "SVD": partial(baselines.svd, self.model, sites),
-        }
+        made = {"Neurons": partial(baselines.neurons, self.model, sites), "SVD": partial(baselines.svd, self.model, sites)}
         return self.as_role("control", made)
 
     def pruned(self, sites: Any, sparsities: Sequence[float], presets: Sequence[str] = tuple(PRUNED)) -> dict[str, Any]:
@@ -177,9 +166,7 @@ class Replacements(Sources):
             return {l1: each.ce_delta for l1, each in fidelities(self.model, sources, self.validation).items()}
 
         key = (site, "penalty", label, *map(str, trained))
-        deltas = self.parts.values(
-            key, measured, lambda values: checked("penalties", values, dict.fromkeys(values, float))
-        )
+        deltas = self.parts.values(key, measured, lambda values: checked("penalties", values, dict.fromkeys(values, float)))
         allowed = min(deltas.values()) + self.settings["tolerance"]
         return max(l1 for l1 in trained if deltas[str(l1)] <= allowed)
 

@@ -69,10 +69,7 @@ class Plan(Record):
     def as_dict(self) -> dict[str, Any]:
         """Settings and costs, as plain values."""
         return {
-            settings.item: {
-                "settings": [plain(each.as_dict()) for each in settings.entries.values()],
-                "cost": cost.as_dict(),
-            }
+            settings.item: {"settings": [plain(each.as_dict()) for each in settings.entries.values()], "cost": cost.as_dict()}
             for settings, cost in zip(self.settings, self.costs, strict=True)
         }
 

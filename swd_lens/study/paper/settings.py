@@ -33,18 +33,7 @@ PROFILES = {
 _COMMON = "common"
 _FOLDER = Path(__file__).parent / "items"
 # The order of the paper.
-ITEMS = (
-    "data-efficiency",
-    "single-matrix",
-    "full-model",
-    "controls",
-    "zero-data",
-    "mlp",
-    "audit",
-    "edit",
-    "qk",
-    "interactions",
-)
+ITEMS = ("data-efficiency", "single-matrix", "full-model", "controls", "zero-data", "mlp", "audit", "edit", "qk", "interactions")
 
 
 @dataclass(frozen=True)
@@ -98,9 +87,7 @@ class ItemSettings(Mapping[str, Any]):
         entries = dict(self.entries)
         for name, value in values.items():
             if name not in entries:
-                raise ValueError(
-                    f"{legible(self.item)} has no setting {quoted(name)}; {legible(nearest(name, entries))}"
-                )
+                raise ValueError(f"{legible(self.item)} has no setting {quoted(name)}; {legible(nearest(name, entries))}")
             now = entries[name].value
             # True is no number here, and a whole number may stand for another one.
             kinds = type(now) if isinstance(now, bool) or not isinstance(now, int | float) else (int, float)
@@ -138,9 +125,7 @@ def settings_of(item: str, profile: str = "small") -> ItemSettings:
         raise ValueError(f"there is no profile {quoted(profile)}; {legible(nearest(profile, PROFILES))}")
     file, common = _read(item), _read(_COMMON)
     if profile not in profiles_of(item):
-        raise ValueError(
-            f"{legible(item)} has no profile {quoted(profile)}; it has {legible(', '.join(profiles_of(item)))}"
-        )
+        raise ValueError(f"{legible(item)} has no profile {quoted(profile)}; it has {legible(', '.join(profiles_of(item)))}")
     # A Qwen profile is the paper's, but for what is said of that model.
     entries = {
         name: Setting(

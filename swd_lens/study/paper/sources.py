@@ -122,9 +122,7 @@ class Sources:
         """
         asked = self.settings["judged"].get(surface.split(",")[0])
         least = self.settings["least_accuracy"]
-        return [
-            task for task in self.tasks if (asked is None or task.name in asked) and self.accuracy[task.name] >= least
-        ]
+        return [task for task in self.tasks if (asked is None or task.name in asked) and self.accuracy[task.name] >= least]
 
     @cached_property
     def accuracy(self) -> dict[str, float]:

@@ -44,21 +44,14 @@ def full_model(materials: Materials, settings: ItemSettings) -> ItemResult:
     rows = [
         {"model": "dense", "tokens": None, "nonzeros": _entries(model, settings), "CE": replaced.before.ce_dense},
         _row("SWD", settings["factorization_tokens"], replaced.factors.edges, replaced.before),
-        _row(
-            SWD_FT, settings["factorization_tokens"] + _tuned_tokens(replaced), replaced.factors.edges, replaced.after
-        ),
+        _row(SWD_FT, settings["factorization_tokens"] + _tuned_tokens(replaced), replaced.factors.edges, replaced.after),
     ]
     hosts: dict[str, Any] = {SWD_FT: tuned_host(model, replaced.finetuned, settings["circuit_sites"])}
     methods: dict[str, Any] = {SWD_FT: partial(units_of, hosts[SWD_FT], replaced.finetuned, settings["circuit_sites"])}
     if second is not None:
         ce = second.log["heldout_ce"].dropna().iloc[-1]
         rows.append(
-            {
-                "model": "trained sparse",
-                "tokens": second.provenance["tokens"],
-                "nonzeros": second.provenance["blocks"],
-                "CE": ce,
-            }
+            {"model": "trained sparse", "tokens": second.provenance["tokens"], "nonzeros": second.provenance["blocks"], "CE": ce}
         )
         hosts["trained sparse"] = second.load()
         methods["trained sparse"] = partial(baselines.channels_of, hosts["trained sparse"], settings["circuit_sites"])
@@ -75,8 +68,7 @@ def full_model(materials: Materials, settings: ItemSettings) -> ItemResult:
     curve = _ce_curve(folder, settings, replaced, second)
     pictures = [Picture.of(curve, "Held-out CE against tokens used", "Dotted: the dense model.")]
     pictures += [
-        Picture.of(compared.plot(cost), f"Least {cost}, whole model", compared.matching())
-        for cost in ("edges", "units")
+        Picture.of(compared.plot(cost), f"Least {cost}, whole model", compared.matching()) for cost in ("edges", "units")
     ]
     findings = [_ce_sentence(replaced, n_matrices, second), compared.matching()]
     numbers = {"replacement": replaced.as_dict(), "table": table.to_dict("records")}

@@ -23,9 +23,7 @@ from swd_lens.tasks.split import TaskExample
 
 _MODULES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
 _DECLARED: list[Family] = [family for module in _MODULES for family in getattr(module, "FAMILIES", ())]
-_BY_NAME = {
-    family.name: family for family in sorted(_DECLARED, key=lambda family: family.trained or len(_DECLARED) + 1)
-}
+_BY_NAME = {family.name: family for family in sorted(_DECLARED, key=lambda family: family.trained or len(_DECLARED) + 1)}
 GENERATED = tuple(_BY_NAME)
 FAMILIES = tuple(name for name, family in _BY_NAME.items() if family.trained)
 TEMPLATES = ("seen", "unseen", "all")

@@ -55,14 +55,7 @@ TEMPLATES = {
         "After the start of the {event} in the year {start}, it stopped in {cc}",
     ),
 }
-TAILS = (
-    "",
-    ".",
-    ", and nobody was happy.",
-    ". Then there was peace.",
-    ", when the king died.",
-    ". It was a long time.",
-)
+TAILS = ("", ".", ", and nobody was happy.", ". Then there was peace.", ", when the king died.", ". It was a long time.")
 
 
 def sample(rng: random.Random, split: str, templates: str, years: Sequence[int] = ()) -> TaskExample:

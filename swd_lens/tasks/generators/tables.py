@@ -85,13 +85,7 @@ def _capital(rng: random.Random, split: str) -> Draw:
     others = [other for other in owned if other != country]
     wrong = rng.sample([city for city in CAPITALS.values() if city != CAPITALS[country]], WRONG_CAPITALS)
     return Draw(
-        country,
-        {"country": country},
-        (CAPITALS[country],),
-        tuple(wrong),
-        {"country": rng.choice(others)},
-        country,
-        tuple(others),
+        country, {"country": country}, (CAPITALS[country],), tuple(wrong), {"country": rng.choice(others)}, country, tuple(others)
     )
 
 

@@ -111,9 +111,7 @@ def _heads_of(model: Any, site: Site) -> tuple[str, list[Span]]:
     return end, [span for span in spans[end] if "head" in span.name]
 
 
-def _by_head(
-    model: Any, site: Site, weight: Tensor, gram: Tensor | None = None, n_tokens: int | None = None
-) -> Factors:
+def _by_head(model: Any, site: Site, weight: Tensor, gram: Tensor | None = None, n_tokens: int | None = None) -> Factors:
     """The singular vectors of each head's part as units, in the metric of that part of the Gram."""
     end, heads = _heads_of(model, site)
     reads, writes = [], []
@@ -138,9 +136,7 @@ def random_b(model: Any, sites: Pattern, seed: int = 0) -> FactorSet:
 
     Every site draws from its own seed (seed plus its place in the list), so that equal shapes do not share a basis.
     """
-    return _factor_set(
-        model, sites, lambda weight, i: random_b_factors(weight, seed + 1000 * i), method="random_b", seed=seed
-    )
+    return _factor_set(model, sites, lambda weight, i: random_b_factors(weight, seed + 1000 * i), method="random_b", seed=seed)
 
 
 @with_torch_defaults
@@ -195,10 +191,7 @@ def svd_pruned(model: Any, sites: Pattern, *, sparsity: float | int, tokens: Any
 def _factor_set(model: Any, sites: Pattern, factorized: Callable[[Tensor, int], Factors], **how: Any) -> FactorSet:
     """Factors of the matrices that `sites` names, each from its weight and its place in the list."""
     host = host_of(model)
-    factors = {
-        site.name: stamp(factorized(host.weight(site), i), model, site)
-        for i, site in enumerate(find_sites(model, sites))
-    }
+    factors = {site.name: stamp(factorized(host.weight(site), i), model, site) for i, site in enumerate(find_sites(model, sites))}
     return FactorSet(factors, {"swd_lens": __version__, "model": str(model.cfg.model_name), **how})
 
 
@@ -295,9 +288,7 @@ def channels_of(model: Any, sites: Pattern = "mlp_out") -> dict[str, CoderUnits]
     """
     host, matrices = host_of(model), find_sites(model, sites)
     if other := [site.name for site in matrices if site.kind != "mlp_out"]:
-        raise ValueError(
-            f"channels are units of mlp_out, not of {', '.join(other)}; sites='mlp_out' names every layer's"
-        )
+        raise ValueError(f"channels are units of mlp_out, not of {', '.join(other)}; sites='mlp_out' names every layer's")
     return {site.name: _channels(host, site) for site in matrices}
 
 

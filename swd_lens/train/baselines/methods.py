@@ -198,9 +198,7 @@ def _single_site(model: Any, pattern: Pattern) -> Site:
 def _require_fidelity(spec: VpdSpec, fidelity: str, function: str) -> None:
     if spec.fidelity != fidelity:
         other = {"kl": "vpd_kl", "recon": "vpd_recon"}[spec.fidelity]
-        raise TrainError(
-            f"{function} trains fidelity={quoted(fidelity)}; for fidelity={quoted(spec.fidelity)} call {other}"
-        )
+        raise TrainError(f"{function} trains fidelity={quoted(fidelity)}; for fidelity={quoted(spec.fidelity)} call {other}")
 
 
 # ---------------------------------------------------------------------------------------------- the way of all three

@@ -57,13 +57,9 @@ def config_of(config: Any) -> Any:
     elif getattr(getattr(config, "cfg", None), "d_mlp", None):
         shape = GPT2Config(**_sizes(config))
     else:
-        raise TrainError(
-            f"config is a {type(config).__name__}; give a GPT2Config, a dict of its arguments, or a host with MLPs"
-        )
+        raise TrainError(f"config is a {type(config).__name__}; give a GPT2Config, a dict of its arguments, or a host with MLPs")
     if shape.n_embd % shape.n_head:
-        raise TrainError(
-            f"n_embd={shape.n_embd} cannot be shared out among n_head={shape.n_head} heads; give a multiple"
-        )
+        raise TrainError(f"n_embd={shape.n_embd} cannot be shared out among n_head={shape.n_head} heads; give a multiple")
     shape.activation_function = "gelu"  # exact, with erf; the published GPT-2 has the tanh approximation
     shape.attn_pdrop = shape.embd_pdrop = shape.resid_pdrop = 0.0
     shape.tie_word_embeddings = True
@@ -154,9 +150,7 @@ def project_(matrix: Float[Tensor, "row column"], density: float) -> None:
     keep = budget(matrix.numel(), density)
     rows = matrix.shape[0]
     if keep < rows:
-        raise ValueError(
-            f"density {density:.4g} keeps {keep} entries of {tuple(matrix.shape)}, fewer than its {rows} rows"
-        )
+        raise ValueError(f"density {density:.4g} keeps {keep} entries of {tuple(matrix.shape)}, fewer than its {rows} rows")
     magnitude = matrix.abs()
     kept = torch.zeros(matrix.shape, dtype=torch.bool, device=matrix.device)  # contiguous, whatever the matrix is
     kept.scatter_(1, magnitude.argmax(1, keepdim=True), True)

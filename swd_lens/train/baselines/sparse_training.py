@@ -86,9 +86,7 @@ class SparseSpec(Settings):
         if self.stop_after is not None and self.stop_after > self.updates:
             raise TrainError(f"stop_after={self.stop_after}: the schedule has {self.updates} updates")
         if self.warmup > self.falling_until:
-            raise TrainError(
-                f"warmup={self.warmup} ends after falling_until={self.falling_until}; density falls between"
-            )
+            raise TrainError(f"warmup={self.warmup} ends after falling_until={self.falling_until}; density falls between")
 
     @property
     def last(self) -> int:
@@ -212,10 +210,7 @@ def sparse_pretrain(
     heldout_rows = None if heldout is None else rows_of(heldout, limits)
     n_rows = rows_for("tokens_per_update", spec.tokens_per_update, rows, shortest=2)
     eval_every = eval_every or max(1, spec.last // 20)
-    hashes = {
-        "tokens_sha256": rows.fingerprint(),
-        "heldout_sha256": None if heldout_rows is None else heldout_rows.fingerprint(),
-    }
+    hashes = {"tokens_sha256": rows.fingerprint(), "heldout_sha256": None if heldout_rows is None else heldout_rows.fingerprint()}
     decides = {**recipe_of(shape), **spec.as_dict(), **hashes, "eval_every": eval_every, "swd_lens": __version__}
     folder = TrainingFolder(Path(out), decides, "sparse_pretrain", (f"{MODEL}/config.json",))
     shapes = sketch(shape)

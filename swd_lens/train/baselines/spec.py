@@ -76,8 +76,7 @@ class TrainSpec(Settings):
             return max(1, round(float(multiple[1]) * max(d_in, d_out)))
         if not isinstance(self.width, int) or isinstance(self.width, bool) or self.width < 1:
             raise TrainError(
-                f'width={quoted(self.width)}: give a number of units, or "4x" for four times the larger side of the '
-                "matrix"
+                f'width={quoted(self.width)}: give a number of units, or "4x" for four times the larger side of the matrix'
             )
         return self.width
 
@@ -201,9 +200,7 @@ class VpdSpec(TrainSpec):
 # blocks.3.mlp_out, one seed (CE delta after 1M tokens; the circuits of test prompts played no part).
 # Transcoder 1x: rate 1e-3 .0015, 3e-3 .00055, 1e-2 .00047, with the paper's l1.
 TRANSCODERS: Mapping[str, TranscoderSpec] = {
-    "small": TranscoderSpec(
-        n_tokens=1_048_576, width="1x", learning_rate=1e-2, tokens_per_step=1024, schedule="cosine"
-    ),
+    "small": TranscoderSpec(n_tokens=1_048_576, width="1x", learning_rate=1e-2, tokens_per_step=1024, schedule="cosine"),
     # Its rate was not tried; at 4x, 3e-3 and 1e-2 were equally good.
     "small_mlp": TranscoderSpec(
         n_tokens=1_048_576, width="32x", learning_rate=3e-3, tokens_per_step=1024, schedule="cosine", l1=1.4e-4

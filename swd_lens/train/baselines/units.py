@@ -273,9 +273,7 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         if (folder / RUN).exists():
             if source is not None and folder.resolve() == source.resolve():
                 return
-            raise TrainError(
-                f"{folder} holds a run ({RUN}); units saved there would pass for its result. Give another folder"
-            )
+            raise TrainError(f"{folder} holds a run ({RUN}); units saved there would pass for its result. Give another folder")
         n_bytes = len(self.checkpoints) * sum(t.nbytes for t in self.checkpoints[self.tokens].values())
         with writing(folder, "LearnedUnits.save", n_bytes):
             copied = Trajectory(folder, self.provenance)
@@ -343,10 +341,7 @@ def coders_of(provenance: Mapping[str, Any], *, meta: bool = False, source: Path
         spec = settings(**provenance["settings"])
     except (KeyError, TypeError, TrainError) as cause:
         raise TrainError(
-            f"{source or 'units'}: settings that this swd_lens does not know ({cause}); update swd_lens, or copy the "
-            "folder again"
+            f"{source or 'units'}: settings that this swd_lens does not know ({cause}); update swd_lens, or copy the folder again"
         ) from cause
     with torch.device("meta" if meta else "cpu"):
-        return nn.ModuleDict(
-            {site["kind"]: coder(site["d_in"], site["d_out"], spec) for site in provenance["sites"].values()}
-        )
+        return nn.ModuleDict({site["kind"]: coder(site["d_in"], site["d_out"], spec) for site in provenance["sites"].values()})

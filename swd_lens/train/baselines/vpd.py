@@ -53,12 +53,8 @@ class Vpd(Coder):
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
         """The random start."""
-        self.W_enc.copy_(
-            torch.randn(self.W_enc.shape, generator=generator, dtype=torch.float32) / math.sqrt(self.W_enc.shape[0])
-        )
-        self.W_dec.copy_(
-            torch.randn(self.W_dec.shape, generator=generator, dtype=torch.float32) / math.sqrt(self.W_dec.shape[0])
-        )
+        self.W_enc.copy_(torch.randn(self.W_enc.shape, generator=generator, dtype=torch.float32) / math.sqrt(self.W_enc.shape[0]))
+        self.W_dec.copy_(torch.randn(self.W_dec.shape, generator=generator, dtype=torch.float32) / math.sqrt(self.W_dec.shape[0]))
         self.importance.draw(generator)
 
     def stand_for(self, weight: Float[Tensor, "d_in d_out"], bias: Float[Tensor, " d_out"]) -> None:

@@ -58,8 +58,7 @@ class FinetuneFit(Fit):
         self.supports = mounted.supports()
         self.parameters = {name: support.values for name, support in self.supports.items()}
         self.scales = {
-            name: root_mean_square([values.detach()]) if spec.relative else 1.0
-            for name, values in self.parameters.items()
+            name: root_mean_square([values.detach()]) if spec.relative else 1.0 for name, values in self.parameters.items()
         }
         self.eps = float(spec.eps)
         self.before: Heldout | None = None

@@ -163,16 +163,12 @@ def _finished(folder: TrainingFolder, units: UnitSet) -> FactorSet:
     if missing := [name for name in units.factors if name not in tuned]:
         reason = f"no factors for {', '.join(missing)}"
         raise ResumeError(damaged(folder.path / _FACTORS, "this run's result", reason))
-    return FactorSet(
-        {name: replace(tuned[name], weight=f.weight) for name, f in units.factors.items()}, tuned.provenance
-    )
+    return FactorSet({name: replace(tuned[name], weight=f.weight) for name, f in units.factors.items()}, tuned.provenance)
 
 
 def _checked_rows(rows: Rows, batch_size: int, what: str) -> Rows:
     if rows.row_length < 2:
-        raise FinetuneError(
-            f"{what} has rows of one token: each position predicts the next, so rows of two or more are needed"
-        )
+        raise FinetuneError(f"{what} has rows of one token: each position predicts the next, so rows of two or more are needed")
     if rows.n_rows < batch_size:
         raise FinetuneError(
             f"{what} has {rows.n_rows} rows of {rows.row_length} tokens, too few for one batch of "
@@ -185,8 +181,7 @@ def require_shares(processes: Processes, model_device: torch.device, batch_size:
     """Raise FinetuneError where a process has no row of a batch, or its host on another process's device."""
     if processes.n > batch_size:
         raise FinetuneError(
-            f"batch_size={batch_size} has no row for each of {processes.n} processes; give {processes.n} or more, or "
-            "launch fewer"
+            f"batch_size={batch_size} has no row for each of {processes.n} processes; give {processes.n} or more, or launch fewer"
         )
     if processes.n > 1 and model_device.type == "cuda" and processes.device != model_device:
         raise FinetuneError(
@@ -240,9 +235,7 @@ def _result(engine: Engine, fit: FinetuneFit, provenance: Mapping[str, Any], pre
             provenance={**before, "relative_frobenius": error, "finetune": entry},
         )
     probed = {"probe_tokens": tokens, "probe_sites": list(units)}
-    return FactorSet(
-        tuned, {"swd_lens": __version__, "model": str(cfg.model_name), **provenance, **probed, "finetune": entry}
-    )
+    return FactorSet(tuned, {"swd_lens": __version__, "model": str(cfg.model_name), **provenance, **probed, "finetune": entry})
 
 
 def _means(heldout: Heldout | None) -> dict[str, float] | None:

@@ -42,9 +42,7 @@ def routing(model, layer, tokens=TOKENS):
     if type(model.original_model).__name__.startswith("JetMoe"):
         return sorted_routing(model.blocks[layer].mlp.original_component, model, tokens)
     stack = next(
-        m
-        for m in model.blocks[layer].modules()
-        if "down_proj" in m._parameters and m._parameters["down_proj"].ndim == 3
+        m for m in model.blocks[layer].modules() if "down_proj" in m._parameters and m._parameters["down_proj"].ndim == 3
     )
     handle = stack.register_forward_pre_hook(lambda _, args: seen.append(args))
     with torch.no_grad():
@@ -160,9 +158,7 @@ def test_stages_hold_what_no_site_of_them_changes():
     assert experts[0] == [f"{kind}.{i}" for kind in ("mlp_gate", "mlp_in") for i in range(4)]
     assert experts[1] == [f"mlp_out.{i}" for i in range(4)]
     order = [name for stage in stages for name in stage]
-    assert (
-        order.index("attn.q_a_proj") < order.index("attn.q_b_proj") < order.index("attn_o") < order.index("mlp_gate.0")
-    )
+    assert order.index("attn.q_a_proj") < order.index("attn.q_b_proj") < order.index("attn_o") < order.index("mlp_gate.0")
     room = 4 * 16**2 * 3
     assert max(map(len, stages_of(sites, "sequential", gram_bytes=room))) == 3
 
@@ -219,9 +215,7 @@ def test_attention_heads_of_experts_have_units_where_they_are_chosen():
     expected = hidden.view(*TOKENS.shape, -1)[chosen] @ factors[site].read
     torch.testing.assert_close(queries[chosen], expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits, dense, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(
-        removed[chosen], dense[chosen]
-    )  # ... and of the last layer only these tokens' logits change
+    assert not torch.allclose(removed[chosen], dense[chosen])  # ... and of the last layer only these tokens' logits change
     torch.testing.assert_close(removed[~chosen], dense[~chosen], rtol=1e-5, atol=1e-5)
 
 
@@ -257,17 +251,9 @@ def test_names():
     assert expert_of("blocks.3.mlp_in.12") == 12 and expert_of("blocks.3.mlp_in") is None and expert_of("x.5") is None
     assert hook_name("blocks.3.mlp_in.12") == "blocks.3.hook_mlp_in_12_unit"
     assert is_site_name("blocks.0.attn.kv_a_proj_with_mqa") and is_site_name("blocks.0.mlp.shared_experts.up_proj")
-    for name in (
-        "blocks.0.mlp.W_out",
-        "blocks.0.attn_k.3",
-        "blocks.0.mlp_outt",
-        "blocks.0.attn.hook_z",
-        "blocks.0.mlp_in.x_5",
-    ):
+    for name in ("blocks.0.mlp.W_out", "blocks.0.attn_k.3", "blocks.0.mlp_outt", "blocks.0.attn.hook_z", "blocks.0.mlp_in.x_5"):
         assert not is_site_name(name)
-    assert (
-        execution_key("blocks.0.mlp_in.10") > execution_key("blocks.0.mlp_in.9") > execution_key("blocks.0.mlp_gate.10")
-    )
+    assert execution_key("blocks.0.mlp_in.10") > execution_key("blocks.0.mlp_in.9") > execution_key("blocks.0.mlp_gate.10")
     assert execution_key("blocks.0.mlp.router.gate") < execution_key("blocks.0.mlp_gate.0")
     assert execution_key("blocks.0.attn.experts.router.layer") < execution_key("blocks.0.attn_q.0")
     experts = [Site(0, f"mlp_in.{i}", 4, 4) for i in range(3)]

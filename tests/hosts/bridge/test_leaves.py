@@ -82,9 +82,7 @@ def test_a_whole_mlp_is_swapped_as_one(host):
         seen = {}
         hooks = [(site.hook_name, lambda y, hook: y + 1) for site in sites]
         hooks += [("blocks.0.mlp.hook_out", lambda y, hook: seen.update(changed=y))]
-        plain = host.model.run_with_hooks(
-            TOKENS, fwd_hooks=[("blocks.0.mlp.hook_out", lambda y, hook: seen.update(y=y))]
-        )
+        plain = host.model.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.mlp.hook_out", lambda y, hook: seen.update(y=y))])
         assert torch.equal(plain, dense)
         host.model.run_with_hooks(TOKENS, fwd_hooks=hooks)
         assert close(seen["changed"], seen["y"] + 1)

@@ -87,12 +87,7 @@ def test_compatibility_mode(name, packed):
     assert raw["fold_value_biases"] == (name not in ("gpt2", "pythia", "qwen2"))
     host.model.enable_compatibility_mode()
     centred = name in ("gpt2", "pythia")  # RMSNorm does not centre
-    expected = {
-        "fold_ln": True,
-        "center_writing_weights": centred,
-        "fold_value_biases": True,
-        "compatibility_mode": True,
-    }
+    expected = {"fold_ln": True, "center_writing_weights": centred, "fold_value_biases": True, "compatibility_mode": True}
     assert host.processing() == expected
     assert all(host.affine(site) == Affine() for site in host.sites() + host.alternatives())
     assert host.readout()[0] is None

@@ -140,9 +140,7 @@ def test_no_family_is_reported_as_incomplete(host):
         host_of(host.model)
 
 
-@pytest.mark.parametrize(
-    "more", [{"attn_only": True}, {"gated_mlp": True, "act_fn": "silu"}, {"normalization_type": None}]
-)
+@pytest.mark.parametrize("more", [{"attn_only": True}, {"gated_mlp": True, "act_fn": "silu"}, {"normalization_type": None}])
 def test_native_bridges(more):
     config = {"n_layers": 2, "d_model": 16, "n_ctx": 32, "d_head": 8, "n_heads": 2, "d_mlp": 24, "act_fn": "gelu"}
     model = TransformerBridge.boot_native({**config, "d_vocab": families.D_VOCAB, "seed": 0, **more}).eval()

@@ -66,9 +66,7 @@ def test_a_file_without_a_parameter_is_named(tmp_path):
     for file in WEIGHTS.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     state = load_file(tmp_path / "model.safetensors")
-    save_file(
-        {name: value for name, value in state.items() if name != "blocks.2.mlp.b_in"}, tmp_path / "model.safetensors"
-    )
+    save_file({name: value for name, value in state.items() if name != "blocks.2.mlp.b_in"}, tmp_path / "model.safetensors")
     for kind in ("hooked", "bridge"):
         with pytest.raises(ValueError, match=r"model\.safetensors lacks blocks\.2\.mlp\.b_in; train it again"):
             load_model_folder(tmp_path, kind=kind)

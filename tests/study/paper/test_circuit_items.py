@@ -40,9 +40,4 @@ def test_sites_of_an_item_are_judged_apart_and_adjusted_together(finished, model
     assert any(finding.startswith("blocks.2.mlp_out: Fewest edges") for finding in result.findings)
     # Another number of random circuits draws them anew.
     fewer = paper.run_item("controls", **{**how, "random_circuits": 3})
-    assert {null["p of recovered"] for null in fewer.numbers["surfaces"]["blocks.3.mlp_out"]["nulls"]} <= {
-        0.25,
-        0.5,
-        0.75,
-        1.0,
-    }
+    assert {null["p of recovered"] for null in fewer.numbers["surfaces"]["blocks.3.mlp_out"]["nulls"]} <= {0.25, 0.5, 0.75, 1.0}

@@ -149,9 +149,7 @@ def test_a_surface_that_only_one_of_the_two_carries_is_the_others_loss():
 def ratio(swd_edges, control_edges, *, task="t", surface="a", control="N", cheapest=True, carried=True, part="MLP"):
     costs = [math.inf if edges is None else edges for edges in (swd_edges, control_edges)]
     sign = int(np.sign(costs[0] - costs[1])) if costs[0] != costs[1] else 0
-    return Ratio(
-        task, surface, part, "recovered 0.9", "SWD", control, cheapest, swd_edges, control_edges, sign, carried
-    )
+    return Ratio(task, surface, part, "recovered 0.9", "SWD", control, cheapest, swd_edges, control_edges, sign, carried)
 
 
 def test_the_unit_is_the_surface():
@@ -241,9 +239,7 @@ def test_words_on_a_control_that_differs(swd_edges, said):
 
 def test_words_without_a_control():
     (text,) = primary.in_words([ratio(4.0, None, control="", cheapest=False)], [])
-    assert (
-        text == "MLP, recovered 0.9: edges over those of the cheapest control: SWD none, 1 where only it has a circuit."
-    )
+    assert text == "MLP, recovered 0.9: edges over those of the cheapest control: SWD none, 1 where only it has a circuit."
 
 
 @pytest.mark.parametrize(("n_controls", "fewest"), [(1, 6), (3, 7), (8, 9)])
@@ -311,9 +307,7 @@ def test_exchangeable_methods_are_seldom_said_to_differ(n_controls, n, shared):
             said.setdefault(unit, []).append(found)
     rates = {unit: np.mean(found, axis=0) for unit, found in said.items()}
     assert (rates["surface"] <= most(n)).all()
-    if (
-        shared and n_controls == 1
-    ):  # by cells, as if the tasks of a surface were independent, it would be said far too often
+    if shared and n_controls == 1:  # by cells, as if the tasks of a surface were independent, it would be said far too often
         assert (rates["cell"] > 0.1).all()
 
 

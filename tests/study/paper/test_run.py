@@ -15,9 +15,7 @@ from tests.study.paper.conftest import SMALL
 def test_a_finished_item_is_not_run_again(finished, model, monkeypatch):
     folder, result = finished
     monkeypatch.setitem(run.RUNS, "controls", lambda *_: pytest.fail("it was run again"))
-    again = paper.run_item(
-        "controls", profile="tiny", model=model, out=folder, progress=False, random_b_seeds=1, **SMALL
-    )
+    again = paper.run_item("controls", profile="tiny", model=model, out=folder, progress=False, random_b_seeds=1, **SMALL)
     assert again.as_dict() == result.as_dict()
 
 

@@ -42,11 +42,7 @@ def test_candidates_must_write_to_the_residual_stream(replaced):
 
 def test_a_short_tuning_is_checkpointed_on_the_way():
     """32,768 tokens in steps of 4 x 256: 32 steps, and two evaluations; the paper's 2,000 steps and ten."""
-    assert tuning_steps(settings_of("full-model", "small")) == {
-        "batch_size": 4,
-        "eval_every": 16,
-        "checkpoint_every": 16,
-    }
+    assert tuning_steps(settings_of("full-model", "small")) == {"batch_size": 4, "eval_every": 16, "checkpoint_every": 16}
     paper = {"batch_size": 8, "steps": 2_000, "eval_every": 200, "checkpoint_every": 100}
     assert tuning_steps(settings_of("full-model", "paper")) == paper
 

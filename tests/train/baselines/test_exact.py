@@ -108,9 +108,7 @@ def test_whitened_svd_of_a_host(how):
     if "whitened" in how:
         for site in sites:
             weight, size = plain[site].weight, plain[site].d_out
-            lost = [
-                lost_by(each[site], weight, 5, grams[site].double(), torch.eye(size).double()) for each in (made, plain)
-            ]
+            lost = [lost_by(each[site], weight, 5, grams[site].double(), torch.eye(size).double()) for each in (made, plain)]
             assert lost[0] < lost[1], site
     expected = svd_factors(plain[sites[2]].weight, grams[sites[2]], tokens=72)
     if "whitened" in how:
@@ -119,9 +117,7 @@ def test_whitened_svd_of_a_host(how):
 
 def test_a_metric_needs_text_and_text_a_metric():
     model = toy_model()
-    with pytest.raises(
-        ValueError, match=r"svd\(whitened=True\): whitened and weigh_outputs take their metric from text"
-    ):
+    with pytest.raises(ValueError, match=r"svd\(whitened=True\): whitened and weigh_outputs take their metric from text"):
         baselines.svd(model, "mlp_out", whitened=True)
     with pytest.raises(ValueError, match=r"svd\(whitened=False\)"):
         baselines.svd(model, "mlp_out", tokens=random_tokens(2, 4))
@@ -151,9 +147,6 @@ def test_singular_vectors_of_each_head(kind, whitened):
 
 def test_singular_vectors_of_heads_are_refused_elsewhere():
     model = swd.load_default_model()
-    for sites, how in (
-        ("mlp_in", {}),
-        ("attn_o", {"weigh_outputs": True, "tokens": swd.text_tokens(256, split="train")}),
-    ):
+    for sites, how in (("mlp_in", {}), ("attn_o", {"weigh_outputs": True, "tokens": swd.text_tokens(256, split="train")})):
         with pytest.raises(ValueError, match="by_head=True"):
             baselines.svd(model, sites, by_head=True, **how)

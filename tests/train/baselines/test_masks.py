@@ -204,9 +204,7 @@ def test_persistent_ascent_is_adam_on_the_kl_itself():
     assert adversary.adam_steps == 9
 
 
-@pytest.mark.parametrize(
-    ("settings", "shape"), [({"delta": False}, (4, 5, 2)), ({"adversarial_scope": "batch"}, (1, 1, 3))]
-)
+@pytest.mark.parametrize(("settings", "shape"), [({"delta": False}, (4, 5, 2)), ({"adversarial_scope": "batch"}, (1, 1, 3))])
 def test_what_persistent_sources_are_for(settings, shape):
     adversary = persistent(390, **settings)
     (source,) = adversary.sources(lambda sources: sources[0].sum(), (4, 5), 1)
@@ -244,7 +242,5 @@ def test_vpd_pile4l(model):
     assert recipe.rate(1) == pytest.approx(5e-5) and recipe.rate(400_000) == pytest.approx(5e-6)
     small = {"n_tokens": 100, "tokens_per_step": 50, "width": 8, "hidden": 2, "progress": False}
     units = baselines.vpd_kl(model, MLP, TOKENS, preset="vpd_pile4l", **small)
-    assert (
-        set(units) == {"blocks.0.mlp_in", "blocks.0.mlp_out"} and torch.isfinite(torch.tensor(units.log["loss"])).all()
-    )
+    assert set(units) == {"blocks.0.mlp_in", "blocks.0.mlp_out"} and torch.isfinite(torch.tensor(units.log["loss"])).all()
     assert units.provenance["settings"]["clip"] == 0.01 and units.provenance["settings"]["adversary"] == "persistent"

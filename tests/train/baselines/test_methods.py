@@ -50,10 +50,7 @@ def train(model, name, **more):
 
 
 def bits(units):
-    return {
-        tokens: {name: t.numpy().tobytes() for name, t in weights.items()}
-        for tokens, weights in units.checkpoints.items()
-    }
+    return {tokens: {name: t.numpy().tobytes() for name, t in weights.items()} for tokens, weights in units.checkpoints.items()}
 
 
 def interrupt(monkeypatch, after):
@@ -83,9 +80,7 @@ def test_resumed_is_uninterrupted_to_the_bit_and_the_host_as_it_was(model, name,
             file.write('{"step": 6, "lo')  # a kill in the middle of a line
         made, one = [], Engine.advance
         with monkeypatch.context() as patch:
-            patch.setattr(
-                Engine, "advance", lambda self, rows, made=made, one=one: made.append(self.step) or one(self, rows)
-            )
+            patch.setattr(Engine, "advance", lambda self, rows, made=made, one=one: made.append(self.step) or one(self, rows))
             resumed = train(model, name, out=out)
         assert made == list(range(after - after % 3, 7))  # from the last checkpoint on
         assert bits(resumed) == bits(whole) and resumed.log.equals(whole.log)
@@ -182,9 +177,7 @@ def test_units_of_another_weight_processing_are_refused(model):
     folded.process_weights_(
         fold_ln=True, center_writing_weights=False, center_unembed=False, refactor_factored_attn_matrices=False
     )
-    with pytest.raises(
-        swd.AttachError, match=r"with fold_ln=False.* has fold_ln=True.*\. Load the host as it was then"
-    ):
+    with pytest.raises(swd.AttachError, match=r"with fold_ln=False.* has fold_ln=True.*\. Load the host as it was then"):
         swd.attach(folded, units)
 
 

@@ -44,9 +44,7 @@ def test_how_the_network_is_drawn():
     assert torch.equal(torch.get_rng_state(), before)
     for name, p in network.named_parameters():
         if p.ndim == 1:
-            assert torch.equal(p, torch.ones_like(p) if "ln_" in name and "weight" in name else torch.zeros_like(p)), (
-                name
-            )
+            assert torch.equal(p, torch.ones_like(p) if "ln_" in name and "weight" in name else torch.zeros_like(p)), name
         else:
             wanted = 0.02 / 2 if name.endswith("c_proj.weight") else 0.02  # sqrt(2 * 2 layers) = 2
             std, mean = float(p.detach().std()), float(p.detach().mean())

@@ -112,9 +112,7 @@ def test_shares_are_whole_updates():
 
 def test_what_decides_the_bits_is_in_the_recipe(tmp_path):
     train(tmp_path, stop_after=1)
-    assert train(tmp_path, config={**CONFIG, "n_inner": 64}, stop_after=1).log["step"].tolist() == [
-        1
-    ]  # 4 * 16: the same
+    assert train(tmp_path, config={**CONFIG, "n_inner": 64}, stop_after=1).log["step"].tolist() == [1]  # 4 * 16: the same
     with pytest.raises(swd.ResumeError, match=r"layer_norm_epsilon 1e-05 then, 0\.001 now"):
         train(tmp_path, config={**CONFIG, "layer_norm_epsilon": 1e-3}, stop_after=1)
     (tmp_path / "model" / "config.json").unlink()

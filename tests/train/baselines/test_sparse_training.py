@@ -41,9 +41,7 @@ def tokenizer():
 
 
 def train(out, tokenizer, **more):
-    return baselines.sparse_pretrain(
-        CONFIG, TEXT, out=out, tokenizer=tokenizer, **{**SAME, "heldout": TEXT[:9], **more}
-    )
+    return baselines.sparse_pretrain(CONFIG, TEXT, out=out, tokenizer=tokenizer, **{**SAME, "heldout": TEXT[:9], **more})
 
 
 @pytest.fixture(scope="module")

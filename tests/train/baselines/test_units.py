@@ -101,13 +101,10 @@ def test_a_host_made_in_inference_mode(model, units):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["The cat sat.", ["The cat sat.", "The dog ran."], [[1, 2, 3], [1, 2]], None, [torch.ones(3), torch.ones(3)]],
+    "text", ["The cat sat.", ["The cat sat.", "The dog ran."], [[1, 2, 3], [1, 2]], None, [torch.ones(3), torch.ones(3)]]
 )
 def test_what_is_no_token_rows_is_told(model, text):
-    with pytest.raises(
-        swd.TokenError, match=r"tokens must be \(rows, pos\) integers, and this (str|list|NoneType) cannot"
-    ):
+    with pytest.raises(swd.TokenError, match=r"tokens must be \(rows, pos\) integers, and this (str|list|NoneType) cannot"):
         baselines.transcoder(model, SITE, text, **QUICK)
 
 

@@ -20,11 +20,7 @@ def random_factors(offsets: bool = False) -> Factors:
         return torch.randn(shape, generator=generator) * mask
 
     f = Factors(sparse(6, 5), sparse(5, 7))
-    return (
-        replace(f, offsets=Offsets(torch.randn(5, generator=generator), torch.randn(7, generator=generator)))
-        if offsets
-        else f
-    )
+    return replace(f, offsets=Offsets(torch.randn(5, generator=generator), torch.randn(7, generator=generator))) if offsets else f
 
 
 def projection(f: Factors) -> TrainedProjection:

@@ -207,12 +207,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(toy, tmp_path)
     before = everything(model)
     with pytest.raises(FinetuneError, match=r"step \d+ of 6: .*at learning rate .* keeps step \d+"):
         finetune(
-            model,
-            factors,
-            ROWS,
-            out=tmp_path,
-            checkpoint_every=1,
-            **{**QUICK, "learning_rate": 1e20, "schedule": "constant"},
+            model, factors, ROWS, out=tmp_path, checkpoint_every=1, **{**QUICK, "learning_rate": 1e20, "schedule": "constant"}
         )
     assert everything(model) == before
     assert (tmp_path / "checkpoint.safetensors").exists() and not (tmp_path / "factors").exists()

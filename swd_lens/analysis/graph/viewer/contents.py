@@ -71,9 +71,7 @@ def contents(
         "graphs": values,
         "units": _units(units, audit, labels),
         "groups": [
-            {"name": visible(name), "members": [number[node] for node in members]}
-            for name, members in groups.items()
-            if members
+            {"name": visible(name), "members": [number[node] for node in members]} for name, members in groups.items() if members
         ],
         "factors": {site: identity for g in graphs for site, identity in (g.settings.get("factors") or {}).items()},
     }
@@ -130,9 +128,7 @@ def _numbers(graph: GraphData, names: Iterable[str], what: str) -> dict[str, int
     """Node -> its row. Raises ValueError where the graph does not have one of these."""
     number = {name: i for i, name in enumerate(graph.nodes["node"])}
     if missing := sorted({name for name in names if name not in number}):
-        raise ValueError(
-            f"{what} are of another graph: {len(missing)} of their nodes are not in this one, such as {missing[0]}"
-        )
+        raise ValueError(f"{what} are of another graph: {len(missing)} of their nodes are not in this one, such as {missing[0]}")
     return number
 
 

@@ -29,10 +29,7 @@ from swd_lens.base.files import write_text
 from swd_lens.base.surroundings import with_torch_defaults
 
 _FOLDER = Path(__file__).parent
-SCRIPTS = (
-    *("data", "digest", "state", "layout", "shapes", "scene", "drag", "details", "attention", "clamp", "table"),
-    "main",
-)
+SCRIPTS = (*("data", "digest", "state", "layout", "shapes", "scene", "drag", "details", "attention", "clamp", "table"), "main")
 _HEIGHT = 780  # pixels of a notebook's frame
 
 
