@@ -216,7 +216,7 @@ def detach(model: Any) -> None:
     attachments = tuple(reversed(getattr(model, "__dict__", {}).get(_STANDING, ())))
     if attachments:
         claim(model)
-        _run_all([attachment._undo for attachment in attachments])
+        _run_all(attachments)
     host = host_of(model)
     for attachment in attachments:
         attachment._require_unedited()
@@ -228,9 +228,9 @@ def detach(model: Any) -> None:
 
 
 @unparted
-def _run_all(undos: Sequence[Undo]) -> None:  # one function: Ctrl-C does not part them
-    for undo in undos:
-        undo.run()
+def _run_all(attachments: Sequence[Attachment]) -> None:  # one function: Ctrl-C does not part them
+    for attachment in attachments:
+        attachment._undo.run()
 
 
 class _Listed(list[Attachment]):
