@@ -15,6 +15,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -100,12 +101,14 @@ def evaluate(
     how = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward, "dense": dense}
     with attach(model, factors) as attachment:
         units, validation = attachment.factors, pd.DataFrame()
-        runner = InterventionRunner(host_of(model), attachment, split, scores, ablation, progress=progress, **how)
+        units.require_made_for(scores.settings, "this ranking")
         prefixes = _Prefixes.of(units, scores, grid)
-        judged = _judged(runner, prefixes.lengths, prefixes.left_out, kl=kl)
+        runner_of = partial(InterventionRunner, host_of(model), attachment, scores=scores, ablation=ablation, **how)
         if isinstance(prompts, Task):
-            runner = InterventionRunner(host_of(model), attachment, prompts.validation, scores, ablation, **how)
-            validation = _on_validation(runner, prefixes, random_sets, seed)
+            judged, chosen_by = _judged_on_both(runner_of, prompts, prefixes, kl, progress, dense)
+            validation = _on_validation(partial(runner_of, prompts.validation), chosen_by, prompts, prefixes, random_sets, seed)
+        else:
+            judged = _judged(runner_of(split, progress=progress), prefixes.lengths, prefixes.left_out, kl=kl)
     settings = {**scores.settings, "ablation": ablation, "test_split": split.name, "n_test": len(split)}
     settings |= {"n_validation": len(prompts.validation) if isinstance(prompts, Task) else 0}
     settings |= {"grid": grid if isinstance(grid, str) else "powers" if grid is None else "own"}
@@ -178,13 +181,32 @@ class _Judged:
     """Outcomes of circuits, the empty one first, each kept and ablated on the prompts of one split.
 
     Attributes:
-        further: columns that are no margins: accuracy, and KL where it was measured.
+        outcome: of all circuits kept, then of all ablated.
+        full, dense: of all units, and of the dense host.
+        kl: whether KL was measured.
     """
 
-    margins: Margins
+    outcome: Outcome
     full: Outcome
     dense: Outcome
-    further: pd.DataFrame
+    kl: bool
+
+    def of_prompts(self, prompts: slice) -> "_Judged":
+        """The same circuits, on some of the prompts."""
+        return _Judged(self.outcome.of_prompts(prompts), self.full.of_prompts(prompts), self.dense.of_prompts(prompts), self.kl)
+
+    @property
+    def margins(self) -> Margins:
+        keep, ablate = self.outcome.margins.chunk(2)
+        return Margins(keep, ablate, self.full.margins[0], keep[0], self.dense.margins[0])
+
+    @property
+    def further(self) -> pd.DataFrame:
+        """Columns that are no margins: accuracy, and KL where it was measured."""
+        columns = pd.DataFrame()
+        for name, of_runs in {"accuracy": self.outcome.correct, **({"KL": self.outcome.kl} if self.kl else {})}.items():
+            columns[f"{name} keep"], columns[f"{name} ablate"] = of_runs.mean(1).view(2, -1).tolist()
+        return columns
 
     @property
     def carried(self) -> Carried:
@@ -209,24 +231,43 @@ def _judged(runner: InterventionRunner, circuits: Sized, left_out: Callable[[Ten
         return {site: mask ^ (runs >= n)[:, None] for site, mask in left_out(runs % n).items()}
 
     outcome, full = runner.run(2 * n, masks, kl=kl)
-    dense = runner.dense()
-    keep, ablate = outcome.margins.split(n)
-    columns = pd.DataFrame()
-    for name, of_runs in {"accuracy": outcome.correct, **({"KL": outcome.kl} if kl else {})}.items():
-        columns[f"{name} keep"], columns[f"{name} ablate"] = of_runs.mean(1).view(2, n).tolist()
-    return _Judged(Margins(keep, ablate, full.margins[0], keep[0], dense.margins[0]), full, dense, columns)
+    return _Judged(outcome, full, runner.dense(), kl)
 
 
-def _on_validation(runner: InterventionRunner, prefixes: _Prefixes, random_sets: int, seed: int) -> pd.DataFrame:
+def _judged_on_both(
+    runner_of: Callable[..., InterventionRunner],
+    task: Task,
+    prefixes: _Prefixes,
+    kl: bool,
+    progress: bool,
+    dense: DenseCache | None,
+) -> tuple[_Judged, _Judged]:
+    """The prefixes on the test prompts and on the validation prompts.
+
+    Prompts of one length run together, whichever split they are of: half as many forwards. Where KL is asked for, of the test
+    prompts, or the splits have metrics of their own, each split has its own runs.
+    """
+    run = partial(_judged, circuits=prefixes.lengths, left_out=prefixes.left_out)
+    if kl or task.test.metric is not task.validation.metric:
+        return run(runner_of(task.test, progress=progress), kl=kl), run(runner_of(task.validation))
+    prompts = task.test.and_then(task.validation) if dense is None else dense.of_test_and_validation(task)
+    of_both = run(runner_of(prompts, progress=progress))
+    n = len(task.test)
+    return of_both.of_prompts(slice(n)), of_both.of_prompts(slice(n, None))
+
+
+def _on_validation(
+    runner_of: Callable[[], InterventionRunner], judged: _Judged, task: Task, prefixes: _Prefixes, random_sets: int, seed: int
+) -> pd.DataFrame:
     """`CostCurve.validation`: the prefixes on the validation prompts, and the drops of random sets beside them."""
-    judged = _judged(runner, prefixes.lengths, prefixes.left_out)
     margins = judged.margins
     # Whether they carry the task is said of the test prompts; here any positive difference can be a denominator.
     carried = Carried(float((margins.full - margins.empty).mean()), 0.0, 0.0)
-    rows = measured(margins, carried, runner.split.task, warn=False)
+    rows = measured(margins, carried, task.validation.task, warn=False)
     rows = pd.concat([prefixes.costs, rows[_CHOICE]], axis=1)
     if not random_sets:
         return rows
+    runner = runner_of()
     generator = torch.Generator().manual_seed(seed)
     places = {site: ranks - 1 for site, ranks in prefixes.ranks.items()}
     best = [float("nan")] * len(rows)

@@ -74,6 +74,10 @@ class Outcome:
             of_bucket = getattr(single, name)[0, bucket.index]
             getattr(self, name)[runs[:, None], bucket.index] = of_bucket.expand(len(runs), -1)
 
+    def of_prompts(self, prompts: slice) -> "Outcome":
+        """The same runs, of some of the prompts."""
+        return Outcome(self.margins[:, prompts], self.correct[:, prompts], self.kl[:, prompts])
+
     @property
     def q(self) -> Float[Tensor, " run"]:
         """Mean margin per run (Q of the paper, §3.2)."""

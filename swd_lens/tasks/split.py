@@ -182,6 +182,22 @@ class TaskSplit:
     def __len__(self) -> int:
         return len(self.examples)
 
+    def and_then(self, other: "TaskSplit") -> "TaskSplit":
+        """This split's prompts, then another's of the same task, for what is run on both: its buckets hold prompts of both."""
+        corrupt = (
+            [split.corrupt or (None,) * len(split) for split in (self, other)] if self.corrupt or other.corrupt else [(), ()]
+        )
+        return replace(
+            self,
+            name=f"{self.name} and {other.name}",
+            examples=self.examples + other.examples,
+            tokens=self.tokens + other.tokens,
+            answer_ids=self.answer_ids + other.answer_ids,
+            distractor_ids=self.distractor_ids + other.distractor_ids,
+            corrupt=corrupt[0] + corrupt[1],
+            dropped={},
+        )
+
     def table(self) -> pd.DataFrame:
         """One row per example: prompt, answers and distractors (spaces as dots), and the prompt's tokens counted."""
         rows = [

@@ -11,7 +11,9 @@ import torch
 from swd_lens.base.errors import TaskError, UndefinedSufficiencyWarning
 from swd_lens.circuits import Circuit, attribute, evaluate, evaluate_circuits, prefix_grid
 from swd_lens.circuits.ablation import ABLATIONS
+from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.evaluate import MIB_FRACTIONS, _lengths, random_set
+from swd_lens.circuits.fast_forward import Runner
 from swd_lens.tasks.task import Task
 from swd_lens.units import attach
 from tests.circuits.slow import able_split, activations, carried_by, last_logits, margin_of, margin_with, replacing, rows_for
@@ -249,9 +251,11 @@ def test_of_a_task_prefixes_are_chosen_on_validation_prompts_and_measured_on_tes
     assert curve.carries and curve.chosen_on == "validation"
     assert curve.settings["n_validation"] == 16 and curve.settings["test_split"] == "test"
     alone = {split.name: evaluate(model, factors, split, scores) for split in (validation, test)}
-    pd.testing.assert_frame_equal(curve.rows, alone["test"].rows)
+    # Both splits' prompts run together, and batches of another size round otherwise.
+    near = {"rtol": 1e-5, "atol": 1e-6}
+    pd.testing.assert_frame_equal(curve.rows, alone["test"].rows, **near)
     shared = [name for name in curve.validation if name != "random drop"]
-    pd.testing.assert_frame_equal(curve.validation[shared], alone["validation"].rows[shared])
+    pd.testing.assert_frame_equal(curve.validation[shared], alone["validation"].rows[shared], **near)
     assert curve.cost_at() == alone["validation"].cost_at()
     # Random sets: of the prefixes up to the smallest admissible one, and each with at most the prefix's edges.
     best = curve.smallest_admissible()
@@ -292,3 +296,22 @@ def test_the_mib_grid_holds_the_largest_prefix_that_fits_each_fraction(model, se
     for fraction in MIB_FRACTIONS:
         assert max(k for k in range(len(costs)) if costs[k] <= fraction * costs[-1]) in lengths
         assert int(fraction * scores.n_units) in lengths
+
+
+def test_prompts_of_one_length_run_together_whichever_split_they_are_of(model, sets, monkeypatch):
+    scores = attribute(model, sets["all"], TRAIN)
+    validation = carried_by(model, sets["all"], scores, random_split(16, seed=11, name="validation"))
+    test = carried_by(model, sets["all"], scores, random_split(16, seed=12, name="test"))
+    task = Task("t", TRAIN, validation, test, "", False)
+    lengths: list[int] = []
+    shared = Runner.share
+
+    def counted(self, tokens):
+        lengths.append(tokens.shape[1])
+        return shared(self, tokens)
+
+    dense = DenseCache()
+    evaluate(model, sets["all"], task, scores, random_sets=0, dense=dense)  # finds the shortcuts
+    monkeypatch.setattr(Runner, "share", counted)
+    evaluate(model, sets["all"], task, scores, random_sets=0, dense=dense)
+    assert sorted(lengths) == sorted({len(tokens) for split in (task.test, task.validation) for tokens in split.tokens})

@@ -1,5 +1,7 @@
 """Buckets of prompts: margins by hand, every prompt once."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -105,3 +107,17 @@ def test_a_metric_must_give_one_float_per_prompt(value, message):
 
 def first_logit(logits, examples):
     return logits[:, 5] - logits[:, 6]
+
+
+def test_two_splits_as_one_hold_the_prompts_of_both_in_their_order():
+    first, second = split_of([[0], [1, 2]], [[3], [4]], [[5], [3]], d_vocab=6), split_of([[4, 4]], [[0]], [[1]], d_vocab=6)
+    both = first.and_then(second)
+    assert [tokens.tolist() for tokens in both.tokens] == [[0], [1, 2], [4, 4]]
+    assert both.answer_ids == ((3,), (4,), (0,)) and both.distractor_ids == ((5,), (3,), (1,)) and len(both) == 3
+    assert both.corrupt == () and [bucket.index.tolist() for bucket in both.buckets()] == [[0], [1, 2]]
+    with_corrupt = replace(second, corrupt=(torch.tensor([2, 2]),))
+    assert [None if tokens is None else tokens.tolist() for tokens in first.and_then(with_corrupt).corrupt] == [
+        None,
+        None,
+        [2, 2],
+    ]
