@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,71 +117,36 @@ def graph(
         require_drawable(host_of(model))  # before minutes of factors and scores
         say(f"read {task} and text")
         of_task = load_task(task, model, n_train=n_train, n_test=n_train)
-        aligned = well_done(model, of_task, prompts)
-        drawn = f"; {aligned.drawn} of them drawn for this" if aligned.drawn else ""
-        others = ", ".join(f"{count} {reason}" for reason, count in aligned.left_out.items())
-        others = f"; of the task left out: {others}" if others else ""
-        say(f"note: {len(aligned.split)} aligned prompts like: {aligned.text}{drawn}{others}")
+        aligned = _aligned(model, of_task, prompts)
         tokens, heldout = text.rows(model, model_options)
-        kept = StepCache(
-            out,
-            {
-                "swd_lens": __version__,
-                "host": host_fingerprint(model, model.cfg),
-                "task": task_fingerprint(of_task),
-                "aligned prompts": tensor_digest({"tokens": aligned.tokens}),
-                **standing_hooks(model),
-            },
-            overwrite=overwrite,
-        )
+        kept = _cache(out, model, of_task, aligned, overwrite)
         if finished is None:
             wanted = sites or _needed(model, of_task, aligned, kept)
             say(f"factorize {len(find_sites(model, wanted))} matrices at s={sparsity:g}")
-            finished = factorize(
-                model,
-                wanted,
-                sparsity=sparsity,
-                tokens=tokens,
-                calibration="dense" if text.tokens else "zero-data",
-                progress=True,
-                out=out / "factors",
-                overwrite=overwrite,
-                **solver.arguments(),
-            )
+            calibration = "dense" if text.tokens else "zero-data"
+            how = {"sparsity": sparsity, "tokens": tokens, "calibration": calibration, **solver.arguments()}
+            finished = factorize(model, wanted, **how, progress=True, out=out / "factors", overwrite=overwrite)
         attached = UnitSet.of(model, finished)
         say(f"score {attached.n_units:,} units on {len(aligned.split)} prompts of {of_task.name}")
-        scores = kept.values(
-            ("scores", *(f"{site} {identity}" for site, identity in attached.identities.items())),
-            lambda: scored_units(model, attached, aligned, progress=True).as_dict(),
-            UnitScores.from_dict,
-        )
-        circuit = best_units(attached, scores, best)
-        circuit.save(out / "circuit.safetensors")
+        key = ("scores", *(f"{site} {identity}" for site, identity in attached.identities.items()))
+        scored = partial(scored_units, model, attached, aligned, progress=True)
+        scores = kept.values(key, lambda: scored().as_dict(), UnitScores.from_dict)
+        (circuit := best_units(attached, scores, best)).save(out / "circuit.safetensors")
         shown, beside = _drawn(model, attached, circuit, aligned, prompt, edges, named)
         say("split attention edges by head, scores by pairs of units")
         paths = graphs.attention_paths(model, attached, shown)
-        say("replay with single units changed, for the sliders of the page")
-        of_units = pd.DataFrame(shown.nodes[shown.nodes["kind"] == "unit"])
-        most_telling = of_units.sort_values("influence", ascending=False, kind="stable")["node"].head(_REPLAYED)
-        replays = graphs.replays(model, attached, shown, most_telling.tolist())
-        say("look at the units on held-out text")
-        members = sorted({f"{s}/{u}" for s, u in zip(shown.nodes["site"], shown.nodes["unit"], strict=True) if s})
-        seen = audit(model, attached, heldout, units=members, n=6, labels=named, coactivation=False, progress=True)
+        replays = _replayed(model, attached, shown)
+        seen = _seen(model, attached, heldout, shown, named)
         say("write the page")
         groups = graphs.groups(shown, by="writes" if named is None else "labels", factors=attached)
         page = shown.show(audit=seen, replays=replays, attention=paths, groups=groups, labels=named, beside=beside)
-        page.save(out / "graph.html")
-        shown.to_json(out / "graph.json", slug=plain_name(f"{of_task.name}-units"))
-        files = {"graph.html": f"the page ({in_words((out / 'graph.html').stat().st_size)})", "graph.json": "the graph"}
-        if beside is not None:
-            beside.to_json(out / "task.json", slug=plain_name(f"{of_task.name}-mean"))
-            files["task.json"] = f"the mean graph of {beside.settings['task_prompts']} prompts"
+        files = _written(out, page, shown, beside, of_task.name)
         for target in export or ():
             shown.export(out / target, target=target, audit=seen, attention=paths, groups=groups)
             files[f"{target}/"] = "the graph as that viewer reads it"
-        files |= {"circuit.safetensors": "the units and all scores", "factors/": "the SWD factors"}
-        if factors is not None:
-            del files["factors/"]
+        files |= {"circuit.safetensors": "the units and all scores"} | (
+            {"factors/": "the SWD factors"} if factors is None else {}
+        )
         printed.show(
             {"page": str(out / "graph.html"), **shown.as_dict(), "attention": paths.as_dict()},
             table("Units by matrix", _by_site(circuit)),
@@ -188,6 +154,54 @@ def graph(
             f"Open {out / 'graph.html'} in a browser. Everything is in {out}:",
             *(f"  {name:<20} {content}" for name, content in files.items()),
         )
+
+
+def _aligned(model: Any, task: Task, prompts: int) -> Aligned:
+    """Prompts of the task that the model does well; says which, and which are left out."""
+    aligned = well_done(model, task, prompts)
+    drawn = f"; {aligned.drawn} of them drawn for this" if aligned.drawn else ""
+    others = ", ".join(f"{count} {reason}" for reason, count in aligned.left_out.items())
+    others = f"; of the task left out: {others}" if others else ""
+    say(f"note: {len(aligned.split)} aligned prompts like: {aligned.text}{drawn}{others}")
+    return aligned
+
+
+def _cache(out: Path, model: Any, task: Task, aligned: Aligned, overwrite: bool) -> StepCache:
+    """Steps that an earlier call on the same host, task and prompts has finished."""
+    question = {
+        "swd_lens": __version__,
+        "host": host_fingerprint(model, model.cfg),
+        "task": task_fingerprint(task),
+        "aligned prompts": tensor_digest({"tokens": aligned.tokens}),
+        **standing_hooks(model),
+    }
+    return StepCache(out, question, overwrite=overwrite)
+
+
+def _seen(model: Any, units: UnitSet, heldout: Any, shown: graphs.UnitGraph, labels: UnitLabels | None) -> Any:
+    """The audit of the graph's units on held-out text."""
+    say("look at the units on held-out text")
+    members = sorted({f"{site}/{unit}" for site, unit in zip(shown.nodes["site"], shown.nodes["unit"], strict=True) if site})
+    return audit(model, units, heldout, units=members, n=6, labels=labels, coactivation=False, progress=True)
+
+
+def _replayed(model: Any, units: UnitSet, shown: graphs.UnitGraph) -> graphs.Replays:
+    """Runs of the prompt with each of the most influential units changed."""
+    say("replay with single units changed, for the sliders of the page")
+    of_units = pd.DataFrame(shown.nodes[shown.nodes["kind"] == "unit"])
+    most_telling = of_units.sort_values("influence", ascending=False, kind="stable")["node"].head(_REPLAYED)
+    return graphs.replays(model, units, shown, most_telling.tolist())
+
+
+def _written(out: Path, page: Any, shown: graphs.UnitGraph, beside: graphs.UnitGraph | None, task: str) -> dict[str, str]:
+    """Write the page and its graphs; file -> what it holds."""
+    page.save(out / "graph.html")
+    shown.to_json(out / "graph.json", slug=plain_name(f"{task}-units"))
+    files = {"graph.html": f"the page ({in_words((out / 'graph.html').stat().st_size)})", "graph.json": "the graph"}
+    if beside is not None:
+        beside.to_json(out / "task.json", slug=plain_name(f"{task}-mean"))
+        files["task.json"] = f"the mean graph of {beside.settings['task_prompts']} prompts"
+    return files
 
 
 def _needed(model: Any, task: Task, aligned: Aligned, kept: StepCache) -> list[str]:

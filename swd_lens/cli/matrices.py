@@ -40,7 +40,7 @@ from swd_lens.cli.options import (
 from swd_lens.factorization.estimate import estimate as estimate_cost
 from swd_lens.factorization.factorize import factorize as factorize_model
 from swd_lens.report.terminal import table
-from swd_lens.study.replacement import BUDGETS, DEFAULT, replace_model
+from swd_lens.study.replacement import BUDGETS, DEFAULT, ModelReplacement, replace_model
 from swd_lens.study.resume import memory_of_replacement
 from swd_lens.train.finetune.run import DEFAULT_PRESET as FINETUNING
 from swd_lens.train.finetune.spec import resolve as resolve_finetuning
@@ -200,6 +200,14 @@ def replace(
         progress=True,
         **solver.arguments(),
     )
+    shown = _tables_of(replacement)
+    tuned = "" if replacement.finetuned is None else "finetune/ (log.jsonl, factors/), "
+    shown.append(f"Everything is in {out}: factors/, {tuned}replacement.json.")
+    printed.show({"folder": str(out), **replacement.as_dict()}, *shown)
+
+
+def _tables_of(replacement: ModelReplacement) -> list[Any]:
+    """Budgets, fidelity and samples of a replaced model, as far as there are any, for the terminal."""
     shown: list[Any] = []
     if replacement.allocation is not None:
         allocated = _narrow(replacement.allocation.table(), ("numel",))
@@ -211,9 +219,7 @@ def replace(
         shown.append(f"Fine-tuning recovered {replacement.recovered:.1%} of the CE increase.")
     if replacement.samples is not None:
         shown.append(replacement.samples.side_by_side(output.width))
-    tuned = "" if replacement.finetuned is None else "finetune/ (log.jsonl, factors/), "
-    shown.append(f"Everything is in {out}: factors/, {tuned}replacement.json.")
-    printed.show({"folder": str(out), **replacement.as_dict()}, *shown)
+    return shown
 
 
 @command(app)

@@ -124,6 +124,51 @@ def allocate(
         raise ValueError(
             f"kl={kl} with by={quoted(by)}: a goal is a summed KL above 0, in nats per prediction, which is measured with by='kl'"
         )
+    multiples = _multiples(grid)
+    require_detached(model, "allocate")
+    stream = None if tokens is None else as_stream(tokens, model)
+    how = SolveOptions(preset=preset, units=units, basis=basis, batch_size=batch_size, settings=options)
+    job = _job(model, sites, stream, sparsity, how, progress)
+    rows = _judged(judge, stream, model) if by == "kl" else None
+    if rows is not None:
+        require_free(host_of(model), job.sites)
+    judged = None if rows is None else _Judge(host_of(model), rows, batch_size)
+    budgets = {site.name: _budgets(job, site, sparsity, multiples) for site in job.sites}
+    uniform = {site.name: edges_of(site.d_in, site.d_out, sparsity) for site in job.sites}
+    given = {"preset": preset, "units": units, "tokens": None if stream is None else stream.n_tokens}
+    curves = _curves(job, budgets, given, judged, gram_bytes, progress)
+    total = sum(uniform.values()) if kl is None else fewest_edges(curves, kl)
+    if kl is not None:
+        sparsity = 1 - total / sum(site.numel for site in job.sites)
+        uniform = {site.name: edges_of(site.d_in, site.d_out, sparsity) for site in job.sites}
+    allocated = spend(curves, total)
+    settings = _settings(job, how, multiples, kl, rows)
+    site_budgets = {
+        site.name: SiteBudget(site.numel, uniform[site.name], allocated[site.name], curves[site.name]) for site in job.sites
+    }
+    return Allocation(float(sparsity), by, settings, site_budgets)
+
+
+def _job(model: Any, sites: Pattern, stream: TokenStream | None, sparsity: float | int, how: SolveOptions, progress: bool) -> Job:
+    """The factorizations to be tried, with each matrix's basis chosen; what the solver would refuse is refused here."""
+    job = Job.of(model, sites, stream, sparsity, how)
+    forecast(job)
+    if stream is not None:
+        warn_without_bos(model, stream, "calibration tokens")
+    return with_chosen_bases(job, progress=progress)
+
+
+def _settings(job: Job, how: SolveOptions, multiples: Sequence[float], kl: float | None, rows: Tensor | None) -> dict[str, Any]:
+    """Everything that the allocation depends on beside `by` and its curves, as plain values."""
+    settings = {"swd_lens": __version__, "model": str(job.model.cfg.model_name), "grid": list(multiples), "preset": how.preset}
+    settings |= {"units": how.units, "tokens": job.n_tokens, **({} if kl is None else {"kl": kl})}
+    settings["options"] = {name: dict(value) if isinstance(value, Mapping) else value for name, value in how.solver.items()}
+    settings |= {"judged": 0 if rows is None else rows.numel(), **standing_hooks(job.model)}
+    return settings
+
+
+def _multiples(grid: Sequence[float | int]) -> tuple[float, ...]:
+    """The grid as numbers; a ValueError where it does not rise, or does not hold 1 between its ends."""
     multiples = tuple(float(value) for value in grid)
     rising = all(a < b for a, b in itertools.pairwise(multiples))
     if len(multiples) < 2 or not rising or multiples[0] <= 0 or not multiples[0] <= 1 <= multiples[-1]:
@@ -131,48 +176,32 @@ def allocate(
             f"grid={list(grid)}: give two or more rising multiples of the uniform budget, from at most 1 to at least 1, "
             f"such as {GRID}"
         )
-    require_detached(model, "allocate")
-    stream = None if tokens is None else as_stream(tokens, model)
-    how = SolveOptions(preset=preset, units=units, basis=basis, batch_size=batch_size, settings=options)
-    job = Job.of(model, sites, stream, sparsity, how)
-    forecast(job)  # refuses what the solver would refuse, before anything is run
-    if stream is not None:
-        warn_without_bos(model, stream, "calibration tokens")
-    job = with_chosen_bases(job, progress=progress)
-    host, rows = host_of(model), _judged(judge, stream, model) if by == "kl" else None
-    judged = None
-    if rows is not None:
-        require_free(host, job.sites)
-        judged = _Judge(host, rows, batch_size)
-    budgets = {site.name: _budgets(job, site, sparsity, multiples) for site in job.sites}
-    uniform = {site.name: edges_of(site.d_in, site.d_out, sparsity) for site in job.sites}
-    given = {"preset": preset, "units": units, "tokens": None if stream is None else stream.n_tokens}
+    return multiples
+
+
+def _curves(
+    job: Job,
+    budgets: Mapping[str, tuple[int, ...]],
+    given: Mapping[str, Any],
+    judged: "_Judge | None",
+    gram_bytes: int,
+    progress: bool,
+) -> dict[str, LossCurve]:
+    """Solve every matrix at every budget: site -> loss by number of edges, KL where there is a judge, else error."""
+    by = "error" if judged is None else "kl"
     curves: dict[str, LossCurve] = {}
     trials_to_make = sum(map(len, budgets.values()))
     with tqdm(total=trials_to_make, desc=f"allocate by {by}", disable=not progress, leave=False) as bar:
         for site, gram, first in _with_grams(job, gram_bytes):
             bar.set_postfix_str(site.name, refresh=False)
-            weight, trials = host.weight(site), []
+            weight, trials = host_of(job.model).weight(site), []
             for k in budgets[site.name]:
                 with naming(site):
                     trials.append(solve(weight, gram, 1 - k / site.numel, **given, **job.settings_of(site)))
                 bar.update()
             losses = [f.relmse(gram, without=first) for f in trials] if judged is None else judged.losses(site, trials)
             curves[site.name] = LossCurve(budgets[site.name], tuple(max(loss, _LEAST[by]) for loss in losses))
-    total = sum(uniform.values()) if kl is None else fewest_edges(curves, kl)
-    if kl is not None:
-        sparsity = 1 - total / sum(site.numel for site in job.sites)
-        uniform = {site.name: edges_of(site.d_in, site.d_out, sparsity) for site in job.sites}
-    allocated = spend(curves, total)
-    plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in how.solver.items()}
-    settings = {"swd_lens": __version__, "model": str(model.cfg.model_name), "grid": list(multiples), "preset": preset}
-    settings |= {} if kl is None else {"kl": kl}
-    settings |= {"units": units, "tokens": job.n_tokens, "options": plain}
-    settings |= {"judged": 0 if rows is None else rows.numel(), **standing_hooks(model)}
-    site_budgets = {
-        site.name: SiteBudget(site.numel, uniform[site.name], allocated[site.name], curves[site.name]) for site in job.sites
-    }
-    return Allocation(float(sparsity), by, settings, site_budgets)
+    return curves
 
 
 def _judged(judge: Any, stream: TokenStream | None, model: Any) -> Int[Tensor, "_rows _pos"]:

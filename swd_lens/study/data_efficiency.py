@@ -21,7 +21,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from jaxtyping import Int
+from torch import Tensor, nn
 
 from swd_lens.base import __version__
 from swd_lens.base.errors import ResumeError, TokenError, legible, quoted
@@ -106,35 +107,20 @@ def data_efficiency(
         ResumeError: `out` holds points of another host, site, held-out text or version, or of a method of the same name that
             was made otherwise.
     """
-    if out is not None:
-        require_writable_file(out)
-        if Path(out).suffix.lower() == _FITS:
-            raise ValueError(
-                f"out={legible(out)}: .fits is what the folder beside it ends in; name a file that ends otherwise, such as "
-                "points.json"
-            )
-    sites = find_sites(model, site)
-    if len(sites) != 1:
-        raise ValueError(f"{quoted(site)} names {len(sites)} sites; data efficiency is measured at one matrix or one whole MLP")
+    measured_at, held = _checked(model, site, heldout, out)
     fits = None if out is None else Path(out).with_suffix(_FITS)
-    held = as_rows(heldout, model)
-    if held.shape[1] < 2:
-        raise TokenError("heldout needs rows of at least two tokens: each position predicts the next")
-    require_no_dropout(model)
-    require_free(host_of(model), sites)
     if not methods:
         raise ValueError('nothing to measure: pass {"SWD": {"sparsity": 0.5}, "Transcoder": units, ...}')
     counts, of_runs = list(token_counts), None if checkpoints is None else list(checkpoints)
     if of_runs is not None and not _are_counts(of_runs):
         raise ValueError(f"checkpoints={quoted(of_runs)}: give whole numbers of tokens above 0, or None for all checkpoints")
-    surface = Surface(model, sites[0], fits, of_runs)
+    surface = Surface(model, measured_at, fits, of_runs)
     series = {name: _series(name, given, surface, tokens, counts) for name, given in methods.items()}
     settings = {
         "model": str(model.cfg.model_name),
         "site": surface.site.name,
         "swd_lens": __version__,
         "heldout_tokens": held.numel(),
-        # What decides every point, whatever the method.
         "host_sha256": host_fingerprint(model, model.cfg),
         "heldout_sha256": tokens_fingerprint(held),
         **standing_hooks(model),
@@ -155,6 +141,26 @@ def data_efficiency(
                 if fits is not None:  # all of them are measured
                     shutil.rmtree(fits, ignore_errors=True)
     return DataEfficiency(points, {**settings, "methods": about})
+
+
+def _checked(model: Any, site: Pattern, heldout: Any, out: str | Path | None) -> tuple[Site, Int[Tensor, "_rows _pos"]]:
+    """The one site and the held-out rows, when `out` can be written and the host can be measured; see `data_efficiency`."""
+    if out is not None:
+        require_writable_file(out)
+        if Path(out).suffix.lower() == _FITS:
+            raise ValueError(
+                f"out={legible(out)}: .fits is what the folder beside it ends in; name a file that ends otherwise, such as "
+                "points.json"
+            )
+    sites = find_sites(model, site)
+    if len(sites) != 1:
+        raise ValueError(f"{quoted(site)} names {len(sites)} sites; data efficiency is measured at one matrix or one whole MLP")
+    held = as_rows(heldout, model)
+    if held.shape[1] < 2:
+        raise TokenError("heldout needs rows of at least two tokens: each position predicts the next")
+    require_no_dropout(model)
+    require_free(host_of(model), sites)
+    return sites[0], held
 
 
 def _measured(name: str, group: Sequence["Candidate"], surface: "Surface", held: Any, file: "_File") -> list[Point]:

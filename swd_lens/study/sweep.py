@@ -245,13 +245,7 @@ def sweep(
     """
     tasks, heldout = check_tasks(tasks), as_rows(heldout, model)
     check_options(attribution, evaluation)
-    given = {"sparsities": _listed(sparsities), "zero_data": _listed(zero_data)}
-    for name, values in given.items():
-        if not values or len(set(values)) < len(values):
-            raise ValueError(f"a sweep takes one or more different {legible(name)}, got {legible(values)}")
-    if tokens is None and not all(given["zero_data"]):
-        raise ValueError("calibrated factors need tokens=; zero_data=True sweeps without calibration alone")
-    settings = [(float(s), without) for without in given["zero_data"] for s in given["sparsities"]]
+    settings = _points(sparsities, zero_data, tokens)
     for s, without in settings:
         # Refuses what the solver would refuse, but for every point at once and before the first is made.
         estimate(model, sites, sparsity=s, tokens=None if without else tokens, units=units, **solver)
@@ -284,6 +278,21 @@ def sweep(
     asked |= {"positions": positions, "ablation": ablation, "units": units, "solver": dict(solver)}
     asked |= standing_hooks(model)
     return Sweep(points, tuple(recovered), tuple(necessity), tolerance, asked)
+
+
+def _points(sparsities: Any, zero_data: Any, tokens: Any) -> list[tuple[float, bool]]:
+    """Sparsity, and whether without calibration, of every point.
+
+    Raises:
+        ValueError: none, one twice, or calibration without tokens.
+    """
+    given = {"sparsities": _listed(sparsities), "zero_data": _listed(zero_data)}
+    for name, values in given.items():
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"a sweep takes one or more different {legible(name)}, got {legible(values)}")
+    if tokens is None and not all(given["zero_data"]):
+        raise ValueError("calibrated factors need tokens=; zero_data=True sweeps without calibration alone")
+    return [(float(s), without) for without in given["zero_data"] for s in given["sparsities"]]
 
 
 def _listed(values: Any) -> list[Any]:
