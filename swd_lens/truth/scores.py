@@ -134,8 +134,8 @@ def circuit_aurocs(
     """AUROC of scores against a known circuit, over units and over edges of all sites together.
 
     A found unit is of the circuit if the true unit that it is matched to is: by the largest |cosine|, one to one. A true unit of
-    the circuit that nothing is matched to was missed, and stands below every score. An edge is a nonzero entry of a found unit; it
-    is of the circuit if the matched true unit is and has that entry. Its score is the unit's times the entry's share of its
+    the circuit that nothing is matched to was missed, and stands below every score. An edge is a nonzero entry of a found unit;
+    it is of the circuit if the matched true unit is and has that entry. Its score is the unit's times the entry's share of its
     vector's largest. True edges of the circuit that were not found stand below every score, too.
 
     Args:
