@@ -10,7 +10,7 @@ from swd_lens.truth.compiled import Compiled, compiled
 from swd_lens.truth.methods import METHODS, Answer, Problem, answer
 from swd_lens.truth.planted import Plant, Planted, planted
 from swd_lens.truth.run import TruthTable, run_truth
-from swd_lens.truth.scores import TrueUnits, auroc, circuit_aurocs, column_mmcs, mmcs, support_f1, trimmed
+from swd_lens.truth.scores import TrueUnits, circuit_aurocs, column_mmcs, mmcs, support_f1
 from swd_lens.truth.toys import Toy, residual_mlp, superposition
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "TrueUnits",
     "TruthTable",
     "answer",
-    "auroc",
     "circuit_aurocs",
     "column_mmcs",
     "compiled",
@@ -34,5 +33,4 @@ __all__ = [
     "run_truth",
     "superposition",
     "support_f1",
-    "trimmed",
 ]

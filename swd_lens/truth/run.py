@@ -10,7 +10,7 @@ Methods are told the number of true units and of their entries, unless the case 
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,7 +24,6 @@ from torch import Tensor
 from swd_lens.base import __version__
 from swd_lens.base.checks import one_of
 from swd_lens.base.errors import SolveInputError
-from swd_lens.base.figures import new_figure, style
 from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import SavedRecord
@@ -37,7 +36,6 @@ from swd_lens.truth.methods import DENSE, METHODS, Answer, Problem, answer
 from swd_lens.truth.planted import Plant, planted
 from swd_lens.truth.scores import TrueUnits, circuit_aurocs, column_mmcs, mmcs, relative_error, support_f1, trimmed
 from swd_lens.truth.toys import PUBLISHED, Toy, residual_mlp, superposition
-from swd_lens.units.coder import CoderUnits
 from swd_lens.units.factors import Factors
 
 PARTS = ("planted", "compiled", "toys")
@@ -57,8 +55,13 @@ COLUMNS = (
     "seconds",
 )
 FILE = "truth.json"
-# Methods of many seconds a matrix; in the planted part they take part where COSTLY_CASES says.
-COSTLY = ("SWD deep", "dictionary learning", "transcoder", "VPD")
+# Methods of many seconds a matrix -> the planted and compiled cases in which they take part; at toys they do in all.
+COSTLY = {
+    "SWD deep": ("plain", "noise .1", "outputs rotated", "axes", "rotated", "rotated, in answers' coordinates"),
+    "dictionary learning": ("plain", "noise .1", "outputs rotated", "axes", "rotated"),
+    "transcoder": ("plain",),
+    "VPD": ("plain",),
+}
 _BASE = Plant(64, 32, 32, 6, 6)
 # Case -> the matrix, and what methods are told: edges and units, as multiples of the true ones.
 _PLANTS: dict[str, tuple[Plant, float, float]] = {
@@ -77,7 +80,6 @@ _PLANTS: dict[str, tuple[Plant, float, float]] = {
     "outputs rotated": (replace(_BASE, rotation="outputs"), 1, 1),
     "both sides rotated": (replace(_BASE, rotation="both"), 1, 1),
 }
-COSTLY_CASES = ("plain", "noise .1", "outputs rotated")
 # Case -> how the host is compiled, and whether W is taken apart in the coordinates of the unembedding.
 _HOSTS: dict[str, tuple[dict[str, Any], bool]] = {
     "axes": ({"noise": 0.01}, False),
@@ -119,19 +121,8 @@ class TruthTable(SavedRecord):
         if part is None:
             return self.rows.copy()
         one_of("part", part, PARTS)
-        return self.rows[self.rows["part"] == part].drop(columns="part").dropna(axis=1, how="all").reset_index(drop=True)
-
-    def figure(self):
-        """F1 of supports by case, a line per method; planted matrices. A matplotlib Figure."""
-        figure, axes = new_figure(width=7.0, height=3.6)
-        wide = self.table("planted").pivot(index="case", columns="method", values="F1")
-        cases = [case for case in _PLANTS if case in wide.index]
-        for i, method in enumerate(name for name in ("SWD", "SWD paper", "neurons pruned", "SVD pruned") if name in wide):
-            axes[0, 0].plot(range(len(cases)), wide.loc[cases, method], marker="o", markersize=3, label=method, **style(i))
-        axes[0, 0].set_xticks(range(len(cases)), cases, rotation=40, ha="right", fontsize=7)
-        axes[0, 0].set_ylabel("F1 of supports")
-        axes[0, 0].legend(fontsize=7)
-        return figure
+        of_part: Any = self.rows[self.rows["part"] == part].drop(columns="part")
+        return of_part.dropna(axis="columns", how="all").reset_index(drop=True)
 
     def in_words(self) -> str:
         """Say what the table shows: where SWD's units are the true ones, and where they are not."""
@@ -143,7 +134,8 @@ class TruthTable(SavedRecord):
             ("compiled", "axes", "compiled on the axes"),
             ("compiled", "rotated", "compiled, rotated"),
         ):
-            of = self.rows[(self.rows["part"] == part) & (self.rows["case"] == case)].dropna(subset=["F1"]).set_index("method")
+            rows: Any = self.rows[(self.rows["part"] == part) & (self.rows["case"] == case)]
+            of = rows.dropna(subset=["F1"]).set_index("method")
             others = of.drop(index=[name for name in of.index if name.startswith("SWD")])
             if "SWD" in of.index and len(others):
                 rival = others["F1"].idxmax()
@@ -190,8 +182,8 @@ def run_truth(
         parts: of PARTS: "planted", "compiled", "toys".
         methods: of METHODS; None: all.
         cases: names of cases; None: all of the parts.
-        seeds: matrices per planted case. Compiled hosts and toys are made once; the costly methods (COSTLY) have one
-            matrix of each of COSTLY_CASES.
+        seeds: matrices per planted case. Compiled hosts and toys are made once; costly methods have one
+            matrix of each of their cases (COSTLY).
         out: a folder for finished steps and truth.json; the same call goes on there after an interruption. Methods, cases and
             parts may be added.
         overwrite: start again. progress: show a bar.
@@ -236,20 +228,19 @@ def run_truth(
     return table
 
 
-def _seeds(part: str, case: str, method: str, seeds: int) -> Iterator[int]:
-    if part != "planted":
-        yield 0
-    elif method not in COSTLY:
-        yield from range(seeds)
-    elif case in COSTLY_CASES:
-        yield 0
+def _seeds(part: str, case: str, method: str, seeds: int) -> range:
+    """Seeds of a case for a method; none where a costly method takes no part."""
+    if method in COSTLY and part != "toys":
+        return range(int(case in COSTLY[method]))
+    return range(seeds if part == "planted" else 1)
 
 
 def _means(rows: pd.DataFrame) -> pd.DataFrame:
     """One row per case and method, in the order in which they were made."""
     numbers = [name for name in COLUMNS if name not in ("part", "case", "method")]
     rows = rows.reindex(columns=list(COLUMNS)).astype(dict.fromkeys(numbers, float))
-    return rows.groupby(["part", "case", "method"], sort=False)[numbers].mean().reset_index()
+    means: Any = rows.groupby(["part", "case", "method"], sort=False)[numbers].mean()
+    return means.reset_index()
 
 
 # ---------------------------------------------------------------------------------------------- cases
@@ -388,24 +379,8 @@ def _circuits(case: _Case, answers: Mapping[str, Answer], found: Mapping[str, tu
     return {"unit AUROC": sum(of_units) / len(pairs), "edge AUROC": sum(of_edges) / len(pairs)}
 
 
-def _attachable(case: _Case, site: str, a: Answer) -> Any:
+def _attachable(case: _Case, site: str, a: Answer) -> Factors:
     assert case.host is not None
     weight = case.host.model.blocks[SITES.index(site)].attn.W_O.detach().flatten(0, 1).contiguous()
-    if a.coder is None:
-        write = a.write if case.lift is None else a.write @ case.lift
-        return Factors(a.read.contiguous(), write.contiguous(), {}, {}, weight)
-    coder = a.coder if case.lift is None else _Lifted(a.coder, case.lift)
-    return CoderUnits(coder, *weight.shape, a.read.shape[1], name=type(a.coder).__name__)
-
-
-class _Lifted(torch.nn.Module):
-    """A coder whose outputs are in other coordinates than the host's."""
-
-    def __init__(self, coder: Any, lift: Tensor):
-        super().__init__()
-        self.coder, self.encode = coder, coder.encode
-        self.register_buffer("lift", lift)
-
-    def decode(self, z: Tensor) -> Tensor:
-        """The site's output."""
-        return self.coder.decode(z) @ self.lift
+    write = a.write if case.lift is None else a.write @ case.lift
+    return Factors(a.read.contiguous(), write.contiguous(), {}, {}, weight)
