@@ -112,6 +112,11 @@ class TruthTable(SavedRecord):
     toys: Mapping[str, Mapping[str, float]]
     settings: Mapping[str, Any]
 
+    def __post_init__(self) -> None:
+        numbers = [name for name in COLUMNS if name not in ("part", "case", "method")]
+        rows = self.rows.astype(dict.fromkeys(numbers, float))  # a column without any number comes from JSON as None
+        object.__setattr__(self, "rows", rows)
+
     def table(self, part: str | None = None) -> pd.DataFrame:
         """The rows of a part, or all; columns that mean nothing there are left out.
 

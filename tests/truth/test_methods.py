@@ -64,4 +64,4 @@ def test_learned_methods_learn(problem, method, monkeypatch):
         y = problem.inputs @ problem.weight
         with torch.no_grad():
             errors[steps] = float((coder.decode(coder.encode(problem.inputs)) - y).norm() / y.norm())
-    assert errors[150] < 0.7 * errors[5]
+    assert errors[150] < 0.8 * errors[5]

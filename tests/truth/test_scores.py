@@ -58,7 +58,9 @@ def test_auroc_is_the_chance_of_being_above():
 def test_a_circuits_units_and_edges():
     found = {"site": (READ, WRITE)}
     circuit = {"site": (0,)}
-    assert circuit_aurocs({"site": TRUTH}, circuit, found, {"site": torch.tensor([2.0, 1.0])}) == (1, 1)
+    assert circuit_aurocs({"site": TRUTH}, circuit, found, {"site": torch.tensor([3.0, 1.0])}) == (1, 1)
+    # An edge has its entry's share: the first read entry is half of the other, and 2 / 2 ties with the other unit's edges.
+    assert circuit_aurocs({"site": TRUTH}, circuit, found, {"site": torch.tensor([2.0, 1.0])}) == (1, pytest.approx(5 / 6))
     assert circuit_aurocs({"site": TRUTH}, circuit, found, {"site": torch.tensor([1.0, 2.0])})[0] == 0
     # The circuit's unit lacks an entry: that edge stands below all others. Its three edges against two of unit 1 (scores 1, 1):
     # 2, 2 and none, so 4 of 6 pairs are the right way round.
