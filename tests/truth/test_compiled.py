@@ -72,6 +72,7 @@ def test_a_saturated_attention_hides_units_from_gradients(hosts):
     assert circuit_aurocs(host.truths, host.circuits["induction"], found, scores)[0] == pytest.approx(0.75)
 
 
+@pytest.mark.slow
 def test_swd_finds_the_units_of_a_compiled_host():
     """The known answer: on the axes, at small noise, every unit and every entry."""
     host = compiled(noise=0.01, prompts=12)

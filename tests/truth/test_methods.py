@@ -55,6 +55,7 @@ def test_an_unknown_method(problem):
         answer("PCA", problem)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["transcoder", "VPD"])
 def test_learned_methods_learn(problem, method, monkeypatch):
     errors = {}
