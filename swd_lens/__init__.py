@@ -14,8 +14,9 @@
     print(curve.in_words())                                            # what the surface carries, how small a circuit recovers it
 
 The names of `PUBLIC` stand in the order of the flow: model, sites, factors, attached units, scores, circuits. Beside them are the
-namespaces `baselines`, `edit`, `qk`, `graph`, `interactions` and `study`, and `errors` and `types`, which collect what calls
-raise and return. A name is imported when it is first used (PEP 562): `import swd_lens` loads neither torch nor transformer_lens.
+namespaces `baselines`, `edit`, `qk`, `graph`, `interactions`, `study` and `truth`, and `errors` and `types`, which collect what
+calls raise and return. A name is imported when it is first used (PEP 562): `import swd_lens` loads neither torch nor
+transformer_lens.
 """
 
 import os as _os
@@ -74,6 +75,7 @@ NAMESPACES = {
     "interactions": "analysis.interactions",
     "qk": "analysis.qk",
     "study": "study",
+    "truth": "truth",
 }
 ERRORS = {
     "AttachError": "base.errors",

@@ -17,6 +17,7 @@ def solve(
     gram: Tensor | None = None,
     sparsity: float | int = 0.5,
     *,
+    edges: int | None = None,
     preset: str = DEFAULT_PRESET,
     units: int | float | str | None = None,
     tokens: int | None = None,
@@ -26,13 +27,13 @@ def solve(
 ) -> Factors:
     """Sparse factors W ≈ read @ write of a matrix with K = (1 - sparsity) numel(W) nonzeros.
 
-    Args and errors are those of `swd_lens.solver.solve`: weight (d_in, d_out), gram (d_in, d_in) or None for zero-data,
-    output_gram (d_out, d_out) of the loss's gradients at the outputs or None (all outputs count the same), preset "best",
-    "quick", "thorough", "deep", "paper", "pruned" or "svd_pruned".
+    Args and errors are those of `swd_lens.solver.solve`: weight (d_in, d_out), gram (d_in, d_in) or None for zero-data, edges K
+    itself in place of sparsity, output_gram (d_out, d_out) of the loss's gradients at the outputs or None (all outputs count the
+    same), preset "best", "quick", "thorough", "deep", "paper", "pruned" or "svd_pruned".
 
     Returns:
         Factors on the weight's device; `settings` holds every value used and the entries kept, `weight` the float32 W.
     """
-    how: dict[str, Any] = {"preset": preset, "units": units, "tokens": tokens, "output_gram": output_gram, **overrides}
-    found = solver.solve(weight, gram, sparsity, on_iteration=on_iteration, **how)
+    how: dict[str, Any] = {"edges": edges, "preset": preset, "units": units, "tokens": tokens, **overrides}
+    found = solver.solve(weight, gram, sparsity, output_gram=output_gram, on_iteration=on_iteration, **how)
     return Factors(found.read, found.write, found.settings, made_by(found.solver), found.weight)

@@ -30,7 +30,7 @@ from swd_lens.solver.budget import Budget, plan_budget, plan_pruned, plan_shares
 from swd_lens.solver.presets import DEFAULT_PRESET, resolve
 from swd_lens.solver.spec import AUTO, AnnealSpec, DsfSpec, OnIteration, PruneSpec
 from swd_lens.solver.support import first_largest
-from swd_lens.solver.validate import check_gram, check_sparsity, check_tokens, check_weight, resolve_units
+from swd_lens.solver.validate import check_gram, check_sparsity, check_tokens, check_weight, resolve_units, sparsity_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def solve(
     gram: Tensor | None = None,
     sparsity: float | int = 0.5,
     *,
+    edges: int | None = None,
     preset: str = DEFAULT_PRESET,
     units: int | float | str | None = None,
     tokens: int | None = None,
@@ -76,6 +77,8 @@ def solve(
         weight: (d_in, d_out), any floating dtype; outputs are inputs @ weight. Taken to float32 first.
         gram: (d_in, d_in), E[h^T h] of the inputs at any scale; None (zero-data) means the identity.
         sparsity: s = 1 - K / numel(W), inside (0, 1).
+        edges: K itself, in place of sparsity. The annealed solver takes more than numel(W): what a matrix is made of may need
+            more entries than it has (toy models of superposition), but such factors are no longer told apart by their number.
         preset: a key of `PRESETS`: "best"; "quick", "thorough" and "deep", with fewer and more iterations; "paper", the paper's
             solver with the reference code's rounding; "pruned", W itself made sparse with its coordinates as units; "svd_pruned",
             its singular vectors made sparse, largest singular value first.
@@ -100,7 +103,7 @@ def solve(
         SpecError: unknown preset or setting (the nearest names are given), or a setting outside its range.
         WeightError: not two-dimensional, not finite (the first entry is named), or all zeros.
         GramError: (either Gram) wrong size, not finite, not symmetric, negative diagonal, or not positive semi-definite.
-        SparsityError: outside (0, 1).
+        SparsityError: outside (0, 1); or edges is no whole number of at least 2, or beyond numel(W) where the solver cannot.
         UnitsError: not a width, or one the preset cannot make.
         BudgetError: too few edges; the largest feasible sparsity is named.
         ValueError: tokens is not a positive number.
@@ -112,7 +115,10 @@ def solve(
         check_gram(gram, d_in)
     if output_gram is not None:
         check_gram(output_gram, d_out, "output_gram")
-    check_sparsity(sparsity)
+    if edges is None:
+        check_sparsity(sparsity)
+    else:
+        sparsity = sparsity_of(edges, d_in * d_out, spec)
     check_tokens(tokens)
     width = resolve_units(units, d_in, d_out, spec)
     spec = spec.for_matrix(d_in, d_out, width, calibrated=gram is not None)

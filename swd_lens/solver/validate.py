@@ -96,6 +96,21 @@ def check_sparsity(sparsity: Any) -> None:
         raise SparsityError(f"sparsity={quoted(sparsity)}: give a number inside (0, 1); s = 1 - K / numel(W)")
 
 
+def sparsity_of(edges: Any, numel: int, spec: SolveSpec) -> float:
+    """1 - K / numel(W), below zero where K is more.
+
+    Raises:
+        SparsityError: no whole number of at least 2, or numel(W) and more where the solver needs fewer.
+    """
+    bounded("edges", edges, 2, error=SparsityError)
+    if edges >= numel and not spec.any_width:
+        raise SparsityError(
+            f"edges={edges:,}: the weight has {numel:,} entries, and this solver (preset) makes factors of fewer; the annealed "
+            'one (preset="best") takes more'
+        )
+    return 1 - edges / numel
+
+
 def is_number(value: Any) -> bool:
     """Whether it is a real number, and no truth value."""
     return isinstance(value, Real) and not isinstance(value, bool)

@@ -20,12 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from swd_lens.base.errors import SolveInputError
 from swd_lens.solver import solve
+from swd_lens.truth.planted import Plant, Planted
+from swd_lens.truth.planted import planted as draw
+from swd_lens.truth.scores import mmcs, relative_error, support_f1
 from tests.benchmarks.results import Table, record
 
 BEFORE = (
@@ -63,7 +64,15 @@ class Row:
 
 
 ANNEALED = ("best", "quick", "thorough", "deep")
-KINDS = ("plain", "noise 0.05", "unequal", "single inputs", "correlated", "remainder 0.05")
+# Kind of a row -> that of swd_lens.truth.planted.
+KINDS = {
+    "plain": "plain",
+    "noise 0.05": "plain",
+    "unequal": "unequal",
+    "single inputs": "single inputs",
+    "correlated": "correlated",
+    "remainder 0.05": "remainder",
+}
 ROWS = (
     Row(128, 64, 64, 4, 4),
     Row(128, 64, 64, 8, 8),
@@ -80,79 +89,17 @@ ROWS = (
 )
 
 
-@dataclass(frozen=True)
-class Planted:
-    """A (d_in, unit), B (unit, d_out), W, and the Gram of the inputs; None: the identity."""
-
-    read: Float[Tensor, "d_in unit"]
-    write: Float[Tensor, "unit d_out"]
-    weight: Float[Tensor, "d_in d_out"]
-    gram: Float[Tensor, "d_in d_in"] | None
-
-    @property
-    def edges(self) -> int:
-        return int(self.read.count_nonzero() + self.write.count_nonzero())
-
-
 def planted(row: Row, seed: int) -> Planted:
     """The matrix of a row."""
-    g = torch.Generator().manual_seed(seed)
-
-    def factor(counts: Sequence[int], width: int) -> Tensor:
-        """(unit, width): so many normal values per unit, at random places."""
-        values = torch.zeros(len(counts), width)
-        for unit, count in enumerate(counts):
-            places = torch.randperm(width, generator=g)[:count]
-            values[unit, places] = torch.randn(count, generator=g)
-        return values
-
-    def counts(mean: int) -> list[int]:
-        if row.kind != "unequal":
-            return [mean] * row.units
-        drawn = torch.rand(row.units, generator=g) * 2 * mean
-        return [max(1, round(float(value))) for value in drawn]
-
-    reads = counts(row.reads)
-    if row.kind == "single inputs":
-        reads = [1 if unit % 2 else row.reads for unit in range(row.units)]
-    read, write = factor(reads, row.d_in).T.contiguous(), factor(counts(row.writes), row.d_out)
-    weight, gram = read @ write, None
-    if row.kind == "correlated":
-        mixing = torch.eye(row.d_in) + 0.3 * torch.randn(row.d_in, row.d_in, generator=g) / row.d_in**0.5
-        mixing = mixing * torch.logspace(-0.5, 0.5, row.d_in)
-        gram = mixing.T @ mixing
-    if row.kind.startswith(("noise", "remainder")):
-        size = float(row.kind.split()[1]) * weight.norm()
-        noise = torch.randn(weight.shape, generator=g)
-        if row.kind.startswith("remainder"):  # of low rank and dense
-            noise = torch.randn(row.d_in, 4, generator=g) @ torch.randn(4, row.d_out, generator=g)
-        weight = weight + noise * size / noise.norm()
-    return Planted(read, write, weight, gram)
+    kind, _, noise = row.kind.partition(" ")
+    sizes = row.d_in, row.d_out, row.units, row.reads, row.writes
+    plant = Plant(*sizes, noise=float(noise) if kind in ("noise", "remainder") else 0.0, kind=KINDS[row.kind])
+    return draw(plant, seed)
 
 
-def error(truth: Planted, read: Tensor, write: Tensor) -> float:
+def error(drawn: Planted, read: Tensor, write: Tensor) -> float:
     """||W - AB|| / ||W||, under the Gram."""
-
-    def norm(matrix: Tensor) -> float:
-        weighed = matrix if truth.gram is None else truth.gram @ matrix
-        return float((matrix * weighed).sum().clamp_min(0).sqrt())
-
-    return norm(truth.weight - read @ write) / norm(truth.weight)
-
-
-def support_f1(truth: Planted, read: Tensor, write: Tensor) -> float:
-    """F1 of the entries, units matched one to one by the entries that they share."""
-    shared = (truth.read != 0).float().T @ (read != 0).float() + (truth.write != 0).float() @ (write != 0).float().T
-    ours, theirs = linear_sum_assignment(-shared.numpy())
-    found = int(read.count_nonzero() + write.count_nonzero())
-    return float(2 * shared[ours, theirs].sum() / (found + truth.edges))
-
-
-def mmcs(truth: Planted, read: Tensor, write: Tensor) -> float:
-    """Mean over planted units of the largest |cosine| of rank-one pieces."""
-    normed = torch.nn.functional.normalize
-    cosines = (normed(truth.read, dim=0).T @ normed(read, dim=0)) * (normed(truth.write, dim=1) @ normed(write, dim=1).T)
-    return float(cosines.abs().amax(1).mean())
+    return relative_error(drawn.weight, read, write, drawn.gram)
 
 
 def main() -> None:

@@ -194,3 +194,20 @@ def test_values_beyond_float32_are_named():
         solve(large)
     with pytest.raises(GramError, match=r"gram\[1, 2\] is 1e\+300: every entry must be finite in float32"):
         solve(torch.eye(4), large)
+
+
+def test_edges_in_place_of_a_sparsity():
+    """K itself: the same as the sparsity that gives it; more than W has entries only where the solver can."""
+    by_edges, by_sparsity = solve(WEIGHT, edges=48, preset="quick"), solve(WEIGHT, sparsity=0.5, preset="quick")
+    assert torch.equal(by_edges.read, by_sparsity.read) and torch.equal(by_edges.write, by_sparsity.write)
+    assert by_edges.edges == 48
+    beyond = solve(WEIGHT, edges=8 + 96, units=8, basis="input", preset="quick")  # inputs as units, and all of W
+    assert beyond.edges == 104 and beyond.settings["sparsity"] < 0
+    torch.testing.assert_close(beyond.read @ beyond.write, WEIGHT)
+    for wrong, preset, message in (
+        (1, "best", "edges must be a whole number of at least 2, got 1"),
+        (96, "paper", "edges=96: the weight has 96 entries"),
+        (100, "pruned", "edges=100: the weight has 96 entries"),
+    ):
+        with pytest.raises(SparsityError, match=message):
+            solve(WEIGHT, edges=wrong, preset=preset)

@@ -1,0 +1,125 @@
+"""Matrices and hosts whose units are known (swd_lens/truth): how near methods come to them, and so how far units are things.
+
+    python -m tests.benchmarks.truth --out DIR              the table of `swd-lens truth`; goes on in DIR
+    python -m tests.benchmarks.truth --out DIR --record     also into results/truth.json
+
+Methods are told the number of true units and of their entries unless the case says otherwise. What a row is stands in
+swd_lens/truth/run.py, what the columns are in swd_lens/docs/pages/explain/truth.md.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import pandas as pd
+import torch
+
+from swd_lens.truth import METHODS, TruthTable, run_truth
+from tests.benchmarks.results import Table, record
+
+WHAT = {"planted": "Planted matrices", "compiled": "attn_o of compiled hosts", "toys": "Toys of the decomposition papers"}
+# What is run; where cases have fewer methods, the others took too long for a machine that many shared.
+LEFT = ["SWD", "SWD deep", "SWD, sparse reads"]
+RUNS: tuple[dict[str, Any], ...] = (
+    {"parts": ["compiled"], "cases": ["axes"]},
+    {"parts": ["compiled"], "cases": ["rotated", "rotated, in answers' coordinates"], "methods": LEFT},
+    {"parts": ["toys"], "cases": ["TMS 5-2"]},
+    {"parts": ["toys"], "cases": ["TMS 40-10"], "methods": [name for name in METHODS if name != "VPD"]},
+    {"parts": ["toys"], "cases": ["residual MLP"], "methods": ["SWD", "SWD from inputs", "neurons", "SVD"]},
+    {"parts": ["planted"]},
+)
+SHOWN = {
+    "planted": ("F1", "MMCS"),
+    "compiled": ("F1", "MMCS", "error", "unit AUROC", "edge AUROC"),
+    "toys": ("F1", "MMCS", "error", "row MMCS", "ML2R"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Known units.")
+    parser.add_argument("--out", required=True, help="folder of finished answers")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--record", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    found = reduce(_joined, (run_truth(**run, seeds=args.seeds, out=args.out) for run in RUNS))
+    tables = [_planted(found), *(_of(found, part) for part in ("compiled", "toys")), _losses(found)]
+    print("\n\n".join(f"{table.title}\n\n{table.markdown()}" for table in tables))
+    if args.record:
+        record("truth", tables, threads=[args.threads], title="Known units", section="Solver", order=10, about=ABOUT, notes=NOTES)
+
+
+def _joined(first: TruthTable, second: TruthTable) -> TruthTable:
+    return replace(first, rows=pd.concat([first.rows, second.rows], ignore_index=True), toys={**first.toys, **second.toys})
+
+
+def _planted(found: TruthTable) -> Table:
+    """A row per case, a column per method: F1 and MMCS."""
+    rows = found.table("planted")
+    cases, methods = (list(dict.fromkeys(rows[name])) for name in ("case", "method"))
+    numbers = {(row["case"], row["method"]): [row[name] for name in SHOWN["planted"]] for row in rows.to_dict("records")}
+    body = [[case, *(_cell(numbers.get((case, method))) for method in methods)] for case in cases]
+    return Table(f"{WHAT['planted']}: F1 / MMCS", ["case", *methods], body, ["left"] + ["right"] * len(methods))
+
+
+def _of(found: TruthTable, part: str) -> Table:
+    rows = found.table(part)
+    rows = rows[rows["F1"].notna()]
+    shown = SHOWN[part]
+    body = [[row["case"], row["method"], *(_cell([row[name]]) for name in shown)] for row in rows.to_dict("records")]
+    return Table(WHAT[part], ["case", "method", *shown], body, ["left", "left"] + ["right"] * len(shown))
+
+
+def _losses(found: TruthTable) -> Table:
+    columns = ["toy", "loss", "reference", "published MMCS", "published ML2R"]
+    body = [
+        [name, f"{toy['loss']:.6f}", "" if pd.isna(toy["reference"]) else f"{toy['reference']:.6f}"]
+        + ["" if pd.isna(toy[column]) else f"{toy[column]:.3f}" for column in columns[3:]]
+        for name, toy in found.toys.items()
+    ]
+    return Table("The toys, and what SPD publishes of them", columns, body, ["left"] + ["right"] * 4)
+
+
+def _cell(values: Sequence[float] | None) -> str:
+    """Two digits each, a stroke between; "" for what was not asked, a dash for what a method refused."""
+    if values is None:
+        return ""
+    return " / ".join("–" if pd.isna(value) else f"{value:.2f}" for value in values) if not pd.isna(values[0]) else "–"
+
+
+ABOUT = [
+    "How far SWD's units can be taken as things, where the things are known. Planted: 64 x 32, 32 units of 6 + 6 "
+    "entries unless the case says otherwise, means of two seeds; costly methods (deep, dictionary learning, "
+    "transcoder, VPD) have one matrix of some cases. Compiled: both attn_o matrices of a transformer whose weights "
+    "are written, 1 % noise; scores are ablations at all positions, AUROC is the mean of four programs. Toys are "
+    "trained here. A dash: the method refuses such sizes. Methods are told the numbers of true units and entries; "
+    "dense vectors are cut to the budget before F1 and error are taken.",
+    "In numbers. A product of sparse units of at most as many as the short side, without noise: F1 .99 to 1.00 in "
+    "the table (of three matrices of 16 units of 4 + 4 entries one has .93, tests/truth), next best .61 (dictionary "
+    "learning). With noise of a tenth of W's norm best has .72, deep .91. Behind a rotation .28 and .39 (compiled: "
+    ".13 and .15): a sparse answer is then another one. Dense write vectors beside sparse read vectors mend MMCS "
+    "from .30 to .94 there, known coordinates mend F1 to what it was. More units than the short side .42, half of "
+    "the true number .41, half of the edges .53.",
+]
+NOTES = [
+    'The toys\' papers print no loss of their models, so that "within 5 % of the published" cannot be judged. TMS '
+    "5-2 is within .3 % of the best regular pentagon on the same data; the residual MLP is held against 50 neurons "
+    "that compute 50 features exactly.",
+    "ML2R 1.000 of units that start from inputs, of neurons and (nearly) of dictionary learning is the answer that "
+    "their basis holds; it needs more entries than W has (solve(edges=)). Our VPD is trained on the matrix's "
+    "outputs alone, not on the model's loss: its numbers are no reproduction of SPD's.",
+    "The transcoder and VPD have a short recipe (1,000 steps of 512 inputs, one rate, three penalties) and reach "
+    "errors of .8 and .9 once cut to the budget: their rows show that such units are not the planted ones, and are "
+    "no verdict on what longer training finds.",
+    "With the default scores (first order, last position) the true units of induction have AUROC .75, as no "
+    "gradient passes a saturated attention; with ablation at all positions all four programs have 1.00.",
+    "Left out for time: the transcoder and VPD on compiled hosts, VPD on TMS 40-10, further methods where the table "
+    "has few. The machine was shared by a dozen processes.",
+]
+
+
+if __name__ == "__main__":
+    main()

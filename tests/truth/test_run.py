@@ -1,0 +1,55 @@
+"""The table: its rows and words, what a folder keeps, and what is refused."""
+
+import math
+
+import pytest
+
+from swd_lens.base.errors import ResumeError
+from swd_lens.truth import run
+from swd_lens.truth.run import TruthTable, run_truth
+
+FEW = {"methods": ["SWD", "neurons", "SVD"], "progress": False}
+
+
+@pytest.fixture(scope="module")
+def table():
+    return run_truth(["planted", "compiled"], cases=["plain", "outputs rotated", "axes"], seeds=1, **FEW)
+
+
+def test_rows_and_words(table):
+    rows = table.table("planted").set_index(["case", "method"])
+    assert len(rows) == 6 and "unit AUROC" not in rows and "ML2R" not in rows
+    assert rows["F1"]["plain", "SWD"] > 0.95 > rows["F1"]["plain", "SVD"]
+    assert rows["F1"]["outputs rotated", "SWD"] < 0.5  # where no axis is privileged
+    assert rows["error"]["plain", "SWD"] < 0.01
+    assert "planted, no noise: SWD F1" in table.in_words() and "compiled on the axes" in repr(table)
+    compiled = table.table("compiled").set_index("method")
+    assert compiled["unit AUROC"].between(0.4, 1).all() and compiled["edge AUROC"]["SWD"] > compiled["edge AUROC"]["SVD"]
+    assert "F1" in table._repr_html_()
+
+
+def test_a_folder_keeps_what_is_finished(tmp_path, monkeypatch):
+    first = run_truth(["planted"], cases=["4 + 4 entries"], seeds=1, out=tmp_path, **FEW)
+    monkeypatch.setattr(run, "answer", lambda *_: pytest.fail("made again"))
+    again = run_truth(["planted"], cases=["4 + 4 entries"], seeds=1, out=tmp_path, **FEW)
+    assert again.rows.equals(first.rows) and TruthTable.load(tmp_path / "truth.json").rows.equals(first.rows)
+    monkeypatch.setattr(run, "__version__", "another")
+    with pytest.raises(ResumeError, match="swd_lens"):
+        run_truth(["planted"], cases=["4 + 4 entries"], seeds=1, out=tmp_path, **FEW)
+
+
+def test_what_a_method_cannot_do_is_a_gap():
+    """The paper's solver needs more edges than sixteen units of 6 + 6 entries have."""
+    table = run_truth(["planted"], cases=["16 units"], methods=["SWD paper", "SVD"], seeds=1, progress=False)
+    rows = table.table("planted").set_index("method")
+    assert math.isnan(rows["F1"]["SWD paper"]) and rows["F1"]["SVD"] > 0
+
+
+def test_refusals():
+    for wrong, message in (
+        ({"parts": ["plants"]}, "part must be one of 'planted'"),
+        ({"methods": ["PCA"]}, "method must be one of"),
+        ({"cases": ["odd"]}, "case must be one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_truth(**{"progress": False, **wrong})
