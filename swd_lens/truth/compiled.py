@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 from swd_lens.base.checks import bounded
 from swd_lens.base.surroundings import with_torch_defaults
+from swd_lens.hosts.families import require_hooked_transformer
 from swd_lens.tasks.task import Task
 from swd_lens.truth.planted import rotation_of
 from swd_lens.truth.scores import TrueUnits
@@ -60,7 +60,7 @@ class Compiled:
         rotation: of the residual stream; None where its channels are the axes.
     """
 
-    model: HookedTransformer
+    model: Any
     tasks: Mapping[str, Task]
     truths: Mapping[str, TrueUnits]
     circuits: Mapping[str, Mapping[str, tuple[int, ...]]]
@@ -103,8 +103,11 @@ def compiled(*, rotated: bool = False, noise: float = 0.0, prompts: int = 60, se
     return Compiled(model, tasks, truths, circuits, turn)
 
 
-def _host() -> HookedTransformer:
+def _host() -> Any:
     """The empty transformer: all weights zero."""
+    require_hooked_transformer(ImportError)
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
     cfg = HookedTransformerConfig(
         n_layers=2,
         d_model=_D_MODEL,

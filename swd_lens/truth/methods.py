@@ -97,10 +97,9 @@ def dictionary_learning(problem: Problem) -> Answer:
     for rows in (problem.weight, problem.weight.T):
         # Half of the edges for the code, as evenly over its rows as orthogonal matching pursuit has them.
         used = min(problem.units, max(1, round(problem.edges / 2 / len(rows))))
-        learner: Any = DictionaryLearning(
-            problem.units, alpha=0.1 * float(rows.std()), max_iter=100, transform_algorithm="omp", random_state=0,
-            transform_n_nonzero_coefs=used,
-        )  # fmt: skip
+        how: dict[str, Any] = {"max_iter": 100, "transform_algorithm": "omp", "transform_n_nonzero_coefs": used}
+        how |= {"alpha": 0.1 * float(rows.std()), "random_state": 0}
+        learner: Any = DictionaryLearning(problem.units, **how)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
             warnings.simplefilter("ignore", RuntimeWarning)  # of units that the pursuit has no use for
