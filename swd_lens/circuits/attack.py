@@ -198,7 +198,7 @@ def attack(
     max_prompts: int = 128,
     ablation: str = "mean",
     batch_size: int = 256,
-    tokens_per_forward: int = 4_096,
+    tokens_per_forward: int = 16_384,
     dense: DenseCache | None = None,
     progress: bool = False,
 ) -> Attack:
@@ -216,8 +216,8 @@ def attack(
         n: random restorations at each budget; the smallest possible p is 1 / (n + 1).
         seed: of random starts and restorations.
         max_prompts: validation prompts used, the first of the split; what runs share is kept in memory for all of them.
-        ablation, batch_size, dense: see `swd_lens.evaluate`.
-        tokens_per_forward: prompts x positions x starts at once; bounds memory, which gradients need more of.
+        ablation, batch_size, tokens_per_forward, dense: see `swd_lens.evaluate`; passes with gradients have a quarter of the
+            tokens at once.
         progress: show a bar.
 
     Returns:

@@ -15,7 +15,7 @@ A mean KL hides its tail: a replacement may be right nearly everywhere and far o
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -33,12 +33,12 @@ from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.fidelity import Runs
 from swd_lens.circuits.local_error import LocalErrors
-from swd_lens.hosts import Start, host_of, require_no_dropout
+from swd_lens.hosts import Start, require_no_dropout
 from swd_lens.hosts.beginnings import text_for, warn_without_bos
 from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.tasks.counting import predicted
-from swd_lens.units import CoderUnits, UnitSet, attach
+from swd_lens.units import CoderUnits, UnitSet
 
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
 SLICES = ("position", "surprise")
@@ -141,7 +141,7 @@ def disagreement(
     dense: DenseCache | None = None,
     progress: bool = False,
 ) -> Disagreement:
-    """KL of every prediction of a replaced host from the dense one, its quantiles by slice of the text, and noise beside it (ours).
+    """KL of every prediction of a replaced host from the dense one: quantiles by slice of the text, with noise beside (ours).
 
     Args:
         model: the host, with these sites not attached.

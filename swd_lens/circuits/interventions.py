@@ -30,6 +30,7 @@ from swd_lens.tasks.task import Bucket, TaskSplit
 from swd_lens.units import Attachment
 
 _LOGITS_AT_ONCE = 2**26  # a quarter of a gigabyte in float32
+_OF_BACKWARD = 4  # a pass with gradients has this part of the tokens at once: it keeps what every layer computed
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,8 @@ class InterventionRunner:
         totals = {site: torch.zeros(n, size, dtype=torch.float64) for site, size in sizes.items()}
         with self._fused(), frozen(self.host, "while an attack is fitted"):
             for bucket, shared, values in self._prepared():
-                most = at_once(bucket, bucket.tokens.shape[1], self.tokens_per_forward, whole=False)
+                tokens = self.tokens_per_forward // _OF_BACKWARD
+                most = at_once(bucket, bucket.tokens.shape[1], tokens, whole=False)
                 for runs in torch.arange(n).split(most):
                     of_runs = shares(slice(int(runs[0]), int(runs[-1]) + 1))
                     leaves = {site: share.detach().float().requires_grad_(True) for site, share in of_runs.items()}

@@ -302,6 +302,16 @@ def crossing_interval(
     return low, float(place[after].expm1()) if after < len(place) else None
 
 
+def holm(p: Sequence[float]) -> list[float]:
+    """p-values adjusted over all of them by Holm's method (1979, Scand. J. Statist. 6, 65-70); NaN stays, and is not counted."""
+    order = sorted((i for i, value in enumerate(p) if value == value), key=lambda i: p[i])
+    adjusted, largest = [math.nan] * len(p), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * p[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
 def _standard_error(values: Float[Tensor, "*circuit prompt"]) -> Float[Tensor, "*circuit"]:
     return values.std(-1) / values.shape[-1] ** 0.5 if values.shape[-1] > 1 else values.mean(-1) * math.nan
 

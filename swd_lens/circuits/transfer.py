@@ -109,8 +109,8 @@ class DenseTransfer(SavedRecord):
                 )
         values = [self._of("recovered", way) for way in WAYS]
         return (
-            f"{self.units:,} units with {self.edges:,} active edges recover {values[0]:.0%} of {self.task} in the replacement and "
-            f"{values[1]:.0%} in the dense model with its error term (gap {self.gap:+.3f}, p = {self.p:.3g})."
+            f"{self.units:,} units with {self.edges:,} active edges recover {values[0]:.0%} of {self.task} in the replacement "
+            f"and {values[1]:.0%} in the dense model with its error term (gap {self.gap:+.3f}, p = {self.p:.3g})."
         )
 
     def __repr__(self) -> str:

@@ -9,9 +9,10 @@ from scipy.stats import kstest
 
 import swd_lens as swd
 from swd_lens.circuits import Circuit, attribute, evaluate_circuits
+from swd_lens.circuits.measure import VALUES
 from swd_lens.circuits.transfer import DenseTransfer, dense_transfer, gaps
 from swd_lens.units.factors import Factors
-from tests.circuits.slow import able_split, margin_of
+from tests.circuits.slow import able_split, carried_by, margin_of
 from tests.contract import EXACT, UNIT_SOURCES, swd_zero_data
 from tests.micro import W, micro_model, split_of, toy_model
 
@@ -71,6 +72,7 @@ def test_with_exact_factors_it_is_recovered_itself(source, positions):
     model, split = toy_model(), able_split(9)
     factors = UNIT_SOURCES[source](model, "blocks.*.mlp_out")
     scores = attribute(model, factors, split, positions=positions)
+    split = carried_by(model, factors, scores, split)
     circuit = Circuit.of(factors, scores, scores.ranking()[:9])
     found = dense_transfer(model, factors, split, circuit, n=19)
     own = evaluate_circuits(model, factors, split, circuit).iloc[0]
@@ -89,6 +91,7 @@ def test_it_is_the_dense_host_less_what_is_ablated(positions, sites):
     model, split = toy_model(), able_split(7)
     factors = swd_zero_data(model, list(sites))
     scores = attribute(model, factors, split, positions=positions)
+    split = carried_by(model, factors, scores, split)
     circuit = Circuit.of(factors, scores, scores.ranking()[:6])
     found = dense_transfer(model, factors, split, circuit, n=9)
     for mode, name in (("keep", "keep (error kept)"), ("ablate", "ablate (error kept)")):
@@ -114,7 +117,7 @@ def test_it_is_the_dense_host_less_what_is_ablated(positions, sites):
         margins = torch.stack([margin_of(of, split, i) for i, of in enumerate(logits)])
         assert torch.allclose(torch.tensor(found.prompts[name]).float(), margins, atol=1e-4)
     replacement = evaluate_circuits(model, factors, split, circuit).iloc[0]
-    assert found.table()["replacement"].tolist() == pytest.approx(replacement[["recovered", "sufficiency", "drop"]], abs=1e-5)
+    assert found.table()["replacement"].tolist() == pytest.approx([replacement[of] for of in VALUES], abs=1e-5)
     assert abs(found.table()["gap"]).max() > 1e-3
 
 
@@ -147,7 +150,7 @@ def test_the_host_is_left_as_it_was():
 
 
 def drawn(generator: torch.Generator, contents: int, per_content: int) -> pd.DataFrame:
-    """Margins of which either way is as likely to be either: alike within a content, skewed, and unlike in size between prompts."""
+    """Margins that are as likely one way as the other: alike within a content, skewed, and unlike in size between prompts."""
     n = contents * per_content
     base = 3 + torch.randn(n, generator=generator).exp()
     of_content = [f"{i // per_content}" for i in range(n)]
