@@ -206,6 +206,21 @@ def test_an_empty_circuit_is_not_refined(toy, carried):
 # ---------------------------------------------------------------------------------------------- under attack
 
 
+def test_a_robust_circuit_by_hand():
+    """Units add 10, 2 and -2 to the margin. The first alone recovers all of it, and .8 where the last is restored; the first two
+    1.2, and 1.0."""
+    reads, writes = [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]], [[0.0, 2.5], [0.0, 1 / 3], [0.5, 0.0]]
+    factors, scores = planted(reads, writes, [3.0, 2.0, 1.0])
+    plain = refine(micro_model(), factors, ONE, scores)
+    assert plain.refined.units == ((SITE, 0),) and plain.budget is None
+    robust = refine(micro_model(), factors, ONE, scores, robust=1.0)
+    assert robust.refined.units == robust.prefix.units == ((SITE, 0), (SITE, 1)) and robust.budget == 1.0
+    assert robust.validation["refined"] == pytest.approx(1.0)
+    # Of two outside units .4 may be restored together: 10 - .8 is not below .9 of 10.
+    assert refine(micro_model(), factors, ONE, scores, robust=0.2).refined.units == ((SITE, 0),)
+
+
+@pytest.mark.slow
 def test_a_robust_circuit_holds_where_outside_units_are_restored(default_model):
     """On the embedded model: the plain circuit falls under the adversary that it was not searched against."""
     factors = swd.baselines.neurons(default_model, "blocks.3.mlp_out")
