@@ -126,8 +126,8 @@ class Attack(SavedRecord):
         return (1 + self._as_low(budget)) / (1 + len(random)) if self.carries else float("nan")
 
     def _run(self, run: str, budget: float | int | None = None) -> pd.DataFrame:
-        rows = self.rows[self.rows["run"] == run]
-        return rows if budget is None else rows[rows["budget"] == budget]
+        rows = self.rows.loc[self.rows["run"] == run]
+        return rows if budget is None else rows.loc[rows["budget"] == budget]
 
     def _as_low(self, budget: float | int) -> int:
         """How many random restorations leave as low a margin as the adversary's."""

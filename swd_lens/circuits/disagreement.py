@@ -84,10 +84,10 @@ class Disagreement(SavedRecord):
         """p of a quantile in a slice; NaN for a replacement that is exact."""
         return float(self._row(of, slice)["p"])
 
-    def _row(self, of: str, slice: str) -> pd.Series:
+    def _row(self, of: str, slice: str) -> dict[str, Any]:
         one_of("of", of, QUANTILES)
         one_of("slice", slice, dict.fromkeys(self.rows["slice"]))
-        return self.rows[(self.rows["of"] == of) & (self.rows["slice"] == slice)].iloc[0]
+        return dict(self.rows.loc[(self.rows["of"] == of) & (self.rows["slice"] == slice)].iloc[0])
 
     def table(self) -> pd.DataFrame:
         """A copy of the rows."""
@@ -98,7 +98,7 @@ class Disagreement(SavedRecord):
         slices = list(dict.fromkeys(self.rows["slice"]))
         figure, axes = new_figure(1, len(slices), width=2.6, height=2.6)
         for ax, name in zip(axes[0], slices, strict=True):
-            rows = self.rows[self.rows["slice"] == name]
+            rows = self.rows.loc[self.rows["slice"] == name]
             places = range(len(rows))
             ax.fill_between(places, rows["noise lowest"], rows["noise highest"], alpha=0.2, color=style(1)["color"], linewidth=0)
             ax.plot(places, rows["noise mean"], label="noise", linewidth=1.2, **style(1))
@@ -308,7 +308,7 @@ class _Measured:
             coders = [each.coder for each in noises.coders.values()]
             done = 0
             for batch, _ in tqdm(batches, desc="disagreement", unit="batch", disable=not progress, leave=False):
-                ends = {"dense": runs.dense(batch)}
+                ends: dict[Any, Tensor] = {"dense": runs.dense(batch)}
                 with runs.mounted(units):
                     ends[0] = runs.replaced_end(batch, "")
                 with runs.mounted(noises):

@@ -84,6 +84,14 @@ def by_content(values: Float[Tensor, "*circuit prompt"], contents: Sequence[Hash
     return mean + sums * (len(place) / n_prompts)
 
 
+def content_members(contents: Sequence[Hashable]) -> Float[Tensor, "prompt content"]:
+    """1 where a prompt is about a content, which stand in the order of their first prompts: values @ this are sums by content."""
+    place = {content: i for i, content in enumerate(dict.fromkeys(contents))}
+    members = torch.zeros(len(contents), len(place), dtype=torch.float64)
+    members[torch.arange(len(contents)), torch.tensor([place[content] for content in contents])] = 1.0
+    return members
+
+
 def contents_of(split: TaskSplit) -> list[str]:
     """The name or thing that each prompt is about (`meta["content"]`); a prompt without one is its own content."""
     return [example.meta.get("content", f"prompt {i}") for i, example in enumerate(split.examples)]

@@ -36,7 +36,7 @@ from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.compare import check_options, check_tasks, role_of, several, sources_of
 from swd_lens.circuits.contributions import SCORES
 from swd_lens.circuits.curve import CostCurve
-from swd_lens.circuits.measure import RECOVERED, Margins, Threshold, contents_of, holm
+from swd_lens.circuits.measure import RECOVERED, Margins, Threshold, content_members, contents_of, holm
 from swd_lens.circuits.protocol import Protocol, run_protocol
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.tasks.task import Task
@@ -256,9 +256,7 @@ class Side:
 def _side(curves: Sequence[CostCurve], contents: Sequence[str], threshold: Threshold) -> Side:
     """Curves of one method's seeds (or its only one), seen by contents."""
     grid = torch.tensor(sorted({float(edges) for curve in curves for edges in curve.rows["edges"]}), dtype=torch.float64)
-    place = {content: i for i, content in enumerate(dict.fromkeys(contents))}
-    member = torch.zeros(len(contents), len(place), dtype=torch.float64)
-    member[torch.arange(len(contents)), torch.tensor([place[content] for content in contents])] = 1.0
+    member = content_members(contents)
     sides = []
     for curve in curves:
         m = {name: values.double() for name, values in curve.margins.items()}
@@ -266,12 +264,14 @@ def _side(curves: Sequence[CostCurve], contents: Sequence[str], threshold: Thres
         margins = Margins(m["keep"], m["ablate"], m["full"], m["keep"][0], m["dense"])
         edges = torch.tensor(curve.rows["edges"].tolist(), dtype=torch.float64)
         last = torch.cat([edges[1:] > edges[:-1], torch.tensor([True])])  # of prefixes of equal edges the longest
-        sums = (threshold.contrast(margins)[last] @ member, carried @ member, carried.square() @ member, m["dense"] @ member)
-        sides.append(Side(edges[last], *sums, member.sum(0)))
+        contrast = threshold.contrast(margins)[last] @ member
+        each = carried @ member, carried.square() @ member, m["dense"] @ member
+        sides.append(Side(edges[last], contrast, each[0], each[1], each[2], member.sum(0)))
     if len(sides) == 1:
         return sides[0]
-    means = (torch.stack(of).mean(0) for of in zip(*((s.on(grid), s.carried, s.squared, s.dense) for s in sides), strict=True))
-    return Side(grid, *means, member.sum(0))
+    contrast = torch.stack([each.on(grid) for each in sides]).mean(0)
+    carried, squared, dense = (torch.stack([getattr(s, of) for s in sides]).mean(0) for of in ("carried", "squared", "dense"))
+    return Side(grid, contrast, carried, squared, dense, member.sum(0))
 
 
 def costs(
@@ -301,8 +301,8 @@ def costs(
 
 def _own_cost(side: Side) -> float:
     """log(1 + edges) of a method as it is."""
-    sums = (side.contrast.sum(1)[None], *(each.sum()[None] for each in (side.carried, side.squared, side.dense)))
-    return float(costs(side.edges, *sums, int(side.n_prompts.sum()))[0])
+    carried, squared, dense = (each.sum()[None] for each in (side.carried, side.squared, side.dense))
+    return float(costs(side.edges, side.contrast.sum(1)[None], carried, squared, dense, int(side.n_prompts.sum()))[0])
 
 
 def _rows(specifications: Mapping[tuple[str, ...], Mapping[str, Side]]) -> pd.DataFrame:
@@ -358,9 +358,11 @@ def relabelled(
         grid = torch.cat([one.edges, other.edges]).unique()
         found = []
         for a, b in ((one, other), (other, one)):
-            sums = [_mixed(x, y, flips[task]) for x, y in ((a.on(grid), b.on(grid)),)]
-            sums += [_mixed(getattr(a, of), getattr(b, of), flips[task]) for of in ("carried", "squared", "dense")]
-            found.append(costs(grid, *sums, int(one.n_prompts.sum())))
+            contrast = _mixed(a.on(grid), b.on(grid), flips[task])
+            carried, squared, dense = (
+                _mixed(getattr(a, of), getattr(b, of), flips[task]) for of in ("carried", "squared", "dense")
+            )
+            found.append(costs(grid, contrast, carried, squared, dense, int(one.n_prompts.sum())))
         equal = (found[0] - found[1]).abs() <= _EQUAL
         won = torch.where(equal, 0.5, (found[0] < found[1]).double())
         fewer.append(torch.where(found[0].isnan() | found[1].isnan(), math.nan, won))

@@ -30,7 +30,7 @@ from swd_lens.circuits.ablation import replaced_masks
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.interventions import InterventionRunner
-from swd_lens.circuits.measure import VALUES, Carried, contents_of, does_not_carry, surface_name
+from swd_lens.circuits.measure import VALUES, Carried, content_members, contents_of, does_not_carry, surface_name
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.tasks.task import Task, TaskSplit
@@ -204,8 +204,8 @@ def gaps(prompts: pd.DataFrame, n: int, seed: int) -> pd.DataFrame:
 
 def _sums(prompts: pd.DataFrame, way: str) -> Float[Tensor, "run content"]:
     """Sums of margins over the prompts of each content."""
-    columns = [f"{name} ({way})" for name in _RUNS]
-    return torch.tensor(prompts.groupby("content", sort=False)[columns].sum().to_numpy()).T
+    margins = torch.tensor([prompts[f"{name} ({way})"].tolist() for name in _RUNS], dtype=torch.float64)
+    return margins @ content_members(prompts["content"].tolist())
 
 
 def _values(sums: Float[Tensor, "flip run"], n_prompts: int) -> Float[Tensor, "flip value"]:

@@ -21,7 +21,7 @@ KEY = ("task", "first_order", "scoring", "mean")
 
 
 def side(edges, contrast, carried=1.0, dense=2.0):
-    """Of prompts that all carry as much."""
+    """A method whose prompts all carry as much."""
     contrast = torch.tensor(contrast, dtype=torch.float64)
     n = contrast.shape[1]
     of = torch.full((n,), carried, dtype=torch.float64)

@@ -9,6 +9,7 @@ import pytest
 import scipy.stats
 import torch
 
+import swd_lens as swd
 from swd_lens.base.errors import UndefinedSufficiencyWarning
 from swd_lens.circuits import UnitScores, attribute, evaluate, evaluate_circuits, refine
 from swd_lens.circuits.interventions import InterventionRunner
