@@ -223,7 +223,7 @@ def test_a_robust_circuit_by_hand():
 
 @pytest.mark.slow
 def test_a_robust_circuit_holds_where_outside_units_are_restored(default_model):
-    """On the embedded model: it takes more edges, and is not worse under the adversary than a circuit that was not searched so."""
+    """On the embedded model: it takes more edges, and is not worse under attack than a circuit that was not searched so."""
     factors = swd.baselines.neurons(default_model, "blocks.3.mlp_out")
     task = swd.load_task("gendered_pronoun", default_model, n_train=40, n_validation=40, n_test=40)
     scores = attribute(default_model, factors, task)
