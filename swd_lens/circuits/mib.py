@@ -1,16 +1,16 @@
 """mib: the circuit track of the Mechanistic Interpretability Benchmark (Mueller et al. 2025), with units in its nodes' place.
 
-1. Scores are signed: the mean over prompts of what a unit adds to the margin. CPR ranks by the score, CMD by its magnitude, as the
-   benchmark's own printing of results chooses them.
+1. Scores are signed: the mean over prompts of what a unit adds to the margin. CPR ranks by the score, CMD by its magnitude, as
+   the benchmark's own printing of results chooses them.
 2. What is not in a circuit is resampled: it gets its activation on the prompt's corrupt counterpart, at every position.
-3. f of a circuit is (Q(S) - Q(empty)) / (Q(dense) - Q(empty)), Q the mean margin: the host's own margin is what is to be recovered,
-   so that what the replacement itself loses counts against it.
+3. f of a circuit is (Q(S) - Q(empty)) / (Q(dense) - Q(empty)), Q the mean margin: the host's own margin is what is to be
+   recovered, so that what the replacement itself loses counts against it.
 4. Circuits hold the fractions .001, .002, .005, .01, .02, .05, .1, .2, .5 and 1 of all units (or edges). CPR is the area under f,
    CMD that under |1 - f|, by trapezoids on a linear axis. Random rankings stand beside both.
 5. `node_scores` adds the units' signed scores up over attention heads (of attn_o, by the share of a unit's squared read norm in
-   each head) and MLPs (mlp_out, whole MLPs): signed contributions add, to first order. `save_graph` writes them as the benchmark's
-   JSON of importance scores. Heads and MLPs that no unit stands for have no score: its loader keeps them in every circuit, as
-   our prefixes do.
+   each head) and MLPs (mlp_out, whole MLPs): signed contributions add, to first order. `save_graph` writes them as the
+   benchmark's JSON of importance scores. Heads and MLPs that no unit stands for have no score: its loader keeps them in every
+   circuit, as our prefixes do.
 """
 
 import math
@@ -87,10 +87,12 @@ class MIBResult(SavedRecord):
         """Say in a sentence what the areas are, or that there are none."""
         if not self.carries:
             return (
-                f"Resampling all units takes {self.carried:+.2f} ± {self.carried_se:.2f} logits off the margin of {self.task}: they "
-                "do not carry the task, so that there is nothing of which a circuit could recover a part, and no area."
+                f"Resampling all units takes {self.carried:+.2f} ± {self.carried_se:.2f} logits off the margin of {self.task}: "
+                "they do not carry the task, so that there is nothing of which a circuit could recover a part, and no area."
             )
-        beside = f"; random rankings {self.random['CPR'].mean():.3f} and {self.random['CMD'].mean():.3f}" if len(self.random) else ""
+        beside = (
+            f"; random rankings {self.random['CPR'].mean():.3f} and {self.random['CMD'].mean():.3f}" if len(self.random) else ""
+        )
         return f"{self.task}: CPR {self.cpr:.3f} (higher is better), CMD {self.cmd:.3f} (lower is better){beside}."
 
     def plot(self):

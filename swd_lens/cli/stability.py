@@ -44,7 +44,7 @@ def stability(
     solver: SolverOptions,
     printed: OutputOptions,
 ) -> None:
-    """Whether the units that carry a task stay the same when start, text, prompts, sparsity, preset and width change."""
+    """Whether the units that carry a task stay the same when start, text, prompts, sparsity and more change."""
     plan("load", "read", "measure")
     model = model_options.load([site])
     say(f"read {task} and text")

@@ -4,12 +4,12 @@
    recovers enough on the validation prompts. The claim is that these units carry the task.
 2. Variations of it, one thing at a time, round the axes (variations.py): solver's start, draw of text, draw of prompts,
    templates, sparsity, preset, width, amount of text, another text.
-3. Of each run: its units matched one to one with the base's (units/similarity.py); its own circuit, found as the base's was, beside
-   the base's (edges in common, claims that recur, what both write); and on the test prompts what the counterparts of the claimed
-   units recover, beside random units of as many edges, and what ablating them does to the task and to a re-paired one.
+3. Of each run: its units matched one to one with the base's (units/similarity.py); its own circuit, found as the base's was,
+   beside the base's (edges in common, claims that recur, what both write); and on the test prompts what the counterparts of the
+   claimed units recover, beside random units of as many edges, and what ablating them does to the task and to a re-paired one.
    That is the same prompts with answers dealt to others: it keeps the prompts, the answers and how often each is right.
-4. Null runs, measured in the same way: factors of a matrix with W's singular values and random singular vectors (same Gram, budget
-   and solver) in place of the run's, random units of as many edges in place of the circuit.
+4. Null runs, measured in the same way: factors of a matrix with W's singular values and random singular vectors (same Gram,
+   budget and solver) in place of the run's, random units of as many edges in place of the circuit.
 5. The card (stability_card.py): criteria whose thresholds are fixed beforehand, and the verdict.
 
 Each run is a part of the call (base/step_cache.py): with `out`, the same call after an interruption goes on behind the last
@@ -100,8 +100,8 @@ def stability(
         site: one matrix.
         task: tokenized for this host; its margin, not a metric of its own.
         tokens: (rows, pos) calibration ids, of which each draw takes half.
-        vary: axes, of AXES: "start", "data", "prompts", "templates", "sparsity", "preset", "units", "tokens", "corpus". Those that
-            have nothing to vary here are left out; the card says why.
+        vary: axes, of AXES: "start", "data", "prompts", "templates", "sparsity", "preset", "units", "tokens", "corpus". Those
+            that have nothing to vary here are left out; the card says why.
         n: runs beside the base, going round the axes. The default is what the verdict needs to stand still
             (tests/benchmarks/RESULTS.md).
         nulls: null runs.
@@ -118,8 +118,8 @@ def stability(
         Stability. Numbers of a circuit are on the test prompts; circuits are chosen on the validation prompts.
 
     Raises:
-        ValueError: not one site, no axis or an unknown one, n below 2, nothing that can be varied, or the base's units do not carry
-            the task, or no prefix of theirs recovers so much of it.
+        ValueError: not one site, no axis or an unknown one, n below 2, nothing that can be varied, or the base's units do not
+            carry the task, or no prefix of theirs recovers so much of it.
         TaskError: a task with a metric in the margin's place: answers could not be dealt to other prompts.
         TokenError: tokens or prompts of another host, or a single row of text.
         UnknownSiteError, UnsupportedHostError, AttachError: see `swd_lens.factorize`.

@@ -78,7 +78,7 @@ class Base:
     train: TaskSplit
     options: Mapping[str, Any]
     n_units: int
-    corpora: Mapping[str, Int[Tensor, "rows pos"]]
+    corpora: Mapping[str, Int[Tensor, "_rows _pos"]]
     seed: int
     _texts: dict[Any, CalibrationText] = field(default_factory=dict)
 

