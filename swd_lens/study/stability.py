@@ -65,7 +65,7 @@ from swd_lens.units.attach import require_free
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.similarity import UnitMatch, edge_jaccard, match_units
 
-RUNS, NULLS = 24, 4
+RUNS, NULLS = 36, 4
 ALIKE = 0.5  # a claimed unit's counterpart is the same unit only where it is at least so alike
 _RANDOM_SETS, _DEALS = 5, 16  # of random units, and of answers dealt to other prompts, per run
 _BATCH = 256  # prompts per forward

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import pandas as pd
 
 from swd_lens.base.errors import legible
@@ -74,18 +75,21 @@ def judged(runs: pd.DataFrame) -> dict[str, float]:
     NaN where there is nothing to say: a CV of fewer than two runs, or around a mean that is not positive. A ratio to nothing (or
     to less) is infinite where there is something.
     """
-    shares = 1.0 / (runs.groupby("axis")["axis"].transform("size") * runs["axis"].nunique())
+    values = {name: runs[name].to_numpy(dtype=float) for name in MEASURES}
+    axis, names = pd.factorize(runs["axis"])
+    shares = 1.0 / (np.bincount(axis)[axis] * max(1, len(names)))
 
-    def mean(name: str) -> float:
-        known = runs[name].notna()
-        return float((runs[name] * shares)[known].sum() / shares[known].sum()) if known.any() else math.nan
+    def mean(of_runs: np.ndarray) -> float:
+        known = ~np.isnan(of_runs)
+        return float((of_runs * shares)[known].sum() / shares[known].sum()) if known.any() else math.nan
 
-    means = {name: mean(name) for name in MEASURES}
-    known = runs["recovered"].notna()
-    weights = shares[known] / shares[known].sum()
+    means = {name: mean(of_runs) for name, of_runs in values.items()}
+    recovered = values["recovered"]
+    known = ~np.isnan(recovered)
     spread = math.nan
     if known.sum() > 1 and means["recovered"] > 0:
-        squares = float((weights * (runs["recovered"][known] - means["recovered"]) ** 2).sum())
+        weights = shares[known] / shares[known].sum()
+        squares = float((weights * (recovered[known] - means["recovered"]) ** 2).sum())
         spread = math.sqrt(squares / (1 - float((weights**2).sum()))) / means["recovered"]
     return {
         "edges shared": means["edges shared"],

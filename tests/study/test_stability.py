@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 
 import pandas as pd
 import pytest
@@ -15,7 +16,6 @@ from swd_lens.units.similarity import match_units
 
 SITE, TASK = "blocks.2.attn_o", "gendered_pronoun"
 HOW = {"preset": "quick", "outer_iterations": 8, "progress": False}
-BEHAVIOUR = ["recovered", "drop", "re-paired drop"]
 
 
 @cache
@@ -56,7 +56,6 @@ def test_a_card_of_nine_axes(card):
         assert of_axis.loc[axis, "similarity"] == pytest.approx(1) and of_axis.loc[axis, "similarity by number"] == pytest.approx(
             1
         )
-        assert of_axis.loc[axis, BEHAVIOUR].tolist() == pytest.approx([card.base[name] for name in BEHAVIOUR])
     assert (of_axis.loc[["start", "data", "sparsity", "preset", "units"], "similarity"] < 0.999).all()
     assert card.settings["basis"] == "input" and card.settings["preset"] == "quick"
 
@@ -80,8 +79,7 @@ def test_null_runs_score_at_chance(card):
 
 
 def test_the_same_call_takes_everything_over_and_a_longer_one_adds(card, folder, monkeypatch):
-    import swd_lens.study.stability as module
-
+    module = import_module("swd_lens.study.stability")  # the package has the function under this name
     corpora = {"held out": swd.text_tokens(1_024, split="test")}
     how = {"tokens": text(), "corpora": corpora, "out": folder, **HOW}
     measured = []
@@ -102,9 +100,9 @@ def test_the_same_call_takes_everything_over_and_a_longer_one_adds(card, folder,
         swd.stability(model(), SITE, task(), n=9, nulls=2, recovered=0.8, **how)
 
 
+@pytest.mark.slow
 def test_an_interrupted_call_goes_on(tmp_path, monkeypatch):
-    import swd_lens.study.stability as module
-
+    module = import_module("swd_lens.study.stability")
     how = {"tokens": text(), "n": 3, "nulls": 0, "vary": ("prompts", "data"), "out": tmp_path, **HOW}
     run = module._Measured.run
 
