@@ -32,9 +32,9 @@ SENTENCES: dict[str, Any] = {
     "section": "Circuits",
     "order": 90,
     "about": [
-        "Stability cards (`swd.stability`) of the embedded model, preset quick: one thing changed at a time along nine axes, each "
-        "axis counting the same. A card of n runs agrees where every criterion is met or not as with all runs of the cell; the "
-        "verdict stands still from the smallest n on from which 95 % of 200 such cards agree."
+        "Stability cards (`swd.stability`) of the embedded model, preset quick: one thing changed at a time along nine axes, "
+        "each axis counting the same. A card of n runs agrees where every criterion is met or not as with all runs of the cell; "
+        "the verdict stands still from the smallest n on from which 95 % of 200 such cards agree."
     ],
 }
 COUNTS = (6, 9, 12, 15, 18, 24, 36, 60, 100)
