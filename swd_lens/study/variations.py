@@ -12,7 +12,7 @@ The base reads a random half of the text: other draws are other halves, as large
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -176,7 +176,7 @@ def planned(base: Base, axes: Sequence[str], n: int) -> tuple[list[Variation], d
 def _values(base: Base, axis: str) -> Iterator[float | int | str]:
     """The values of an axis, one after the other."""
     s, generator = float(base.options["sparsity"]), base.generator(axis, 0)
-    named = {"preset": [name for name in OTHER_PRESETS if name != base.options["preset"]], "corpus": list(base.corpora)}
+    named = {"preset": _other_presets(base), "corpus": list(base.corpora)}
     if axis in named:
         return iter(named[axis])
     between: dict[str, tuple[tuple[float, ...], Callable[[float], float | int]]] = {
@@ -225,6 +225,16 @@ def _nothing_to_vary(base: Base, axis: str) -> str:
     if axis in ("data", "tokens") and len(base.pool) < 4:
         return "there are fewer than four rows of text to draw from"
     return ""
+
+
+def _other_presets(base: Base) -> list[str]:
+    """Presets that differ from the base's where the options leave them to."""
+
+    def spec(name: str) -> Any:
+        own = {each.name for each in fields(PRESETS[name])}
+        return PRESETS[name].changed({key: value for key, value in base.options.items() if key in own})
+
+    return [name for name in OTHER_PRESETS if spec(name) != spec(base.options["preset"])]
 
 
 def templates_of(split: TaskSplit) -> list[str]:

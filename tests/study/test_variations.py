@@ -65,6 +65,12 @@ def test_draws_are_halves_and_differ(base):
     assert {e.meta["template"] for e in half.examples} != {e.meta["template"] for e in base.half_of_templates(3).examples}
 
 
+def test_presets_that_the_options_make_the_same_are_no_variation(base):
+    """Quick, best and thorough differ in their alternations alone."""
+    base.options = {**base.options, "outer_iterations": 8}
+    assert [run.value for run in planned(base, ["preset"], 9)[0]] == ["deep"]
+
+
 def test_listed_axes_go_on_with_draws_between(base):
     runs, _ = planned(base, ["sparsity", "units"], 40)
     sparsities, widths = ([run.value for run in runs if run.axis == axis] for axis in ("sparsity", "units"))
