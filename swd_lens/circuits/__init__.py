@@ -9,6 +9,7 @@ from swd_lens.circuits.comparison import Comparison, TaskComparison
 from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.evaluate import evaluate, evaluate_circuits, prefix_grid
 from swd_lens.circuits.fidelity import Fidelity, fidelity
+from swd_lens.circuits.mib import MIBResult, mib
 from swd_lens.circuits.per_token import PerTokenUse, per_token_use
 from swd_lens.circuits.plots import plot_curves
 from swd_lens.circuits.refine import Refinement, refine
@@ -19,6 +20,7 @@ __all__ = [
     "Comparison",
     "CostCurve",
     "Fidelity",
+    "MIBResult",
     "NotCarriedWarning",
     "PerTokenUse",
     "Refinement",
@@ -31,6 +33,7 @@ __all__ = [
     "evaluate_circuits",
     "fidelity",
     "intervention_hooks",
+    "mib",
     "per_token_use",
     "plot_curves",
     "prefix_grid",

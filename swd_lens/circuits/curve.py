@@ -283,27 +283,37 @@ class CostCurve(Record):
 
     # ------------------------------------------------------------------------------------------ the whole curve
 
-    def mib(self, cost: str = "units") -> dict[str, float]:
+    def mib(self, cost: str = "units", of: str = "recovered") -> dict[str, float]:
         """Areas of the circuit track of the Mechanistic Interpretability Benchmark over its ten fractions of all units or edges.
 
-        Its f is `recovered`. CPR is the area under f (higher is better), CMD that under |1 - f| (lower is better), by
-        trapezoids from the first fraction to the last; NaN where the surface does not carry the task.
+        CPR is the area under f (higher is better), CMD that under |1 - f| (lower is better), by trapezoids from the first
+        fraction to the last; NaN where the surface does not carry the task.
+
+        Args:
+            cost: "units" or "edges".
+            of: what f is: "recovered", of the replacement's margin, or "recovered of dense", of the host's own, as the
+                benchmark has it. `swd_lens.circuits.mib` runs its whole protocol.
 
         Raises:
-            ValueError: an unknown cost, or a grid without the prefixes: evaluate with grid="mib".
+            ValueError: an unknown cost or f, or a grid without the prefixes: evaluate with grid="mib".
         """
-        one_of("cost", cost, COSTS)
-        rows = self.rows.sort_values(by="units")
-        total = int(rows[cost].iloc[-1])
-        if self.settings.get("grid") != "mib":
-            raise ValueError('mib() needs the prefixes of its fractions: evaluate(..., grid="mib")')
-        f = [float(rows.loc[rows[cost] <= part * total, "recovered"].to_numpy()[-1]) for part in MIB_FRACTIONS]
+        f = self.mib_values(cost, of)
         fractions = torch.tensor(MIB_FRACTIONS, dtype=torch.float64)
 
         def area(values: list[float]) -> float:
             return float(torch.trapezoid(torch.tensor(values, dtype=torch.float64), fractions))
 
         return {"CPR": area(f), "CMD": area([abs(1.0 - value) for value in f])}
+
+    def mib_values(self, cost: str = "units", of: str = "recovered") -> list[float]:
+        """f of the largest prefix within each of the benchmark's fractions; see `mib` for arguments and errors."""
+        one_of("cost", cost, COSTS)
+        one_of("of", of, ("recovered", "recovered of dense"))
+        rows = self.rows.sort_values(by="units")
+        total = int(rows[cost].iloc[-1])
+        if self.settings.get("grid") != "mib":
+            raise ValueError('mib() needs the prefixes of its fractions: evaluate(..., grid="mib")')
+        return [float(rows.loc[rows[cost] <= part * total, of].to_numpy()[-1]) for part in MIB_FRACTIONS]
 
     def min_cost(self, of: str = "recovered", cost: str = "edges") -> pd.DataFrame:
         """The least cost of reaching each value that some prefix reaches on the test prompts: columns `of` and `cost`, both

@@ -3,7 +3,7 @@
 1. `main` prints help and version from COMMANDS, without loading torch; for a command it loads the modules that have it, and has
    the allocator keep what is freed.
 2. Options (options.py) become a host, token rows and arguments of the solver.
-3. The commands (circuits.py, graph.py, matrices.py, baselines.py, paper.py) call functions; progress goes to stderr, results
+3. The commands (circuits.py, graph.py, stability.py, matrices.py, ...) call functions; progress goes to stderr, results
    to stdout.
 4. Files are written whole, the report last. Errors are printed in one line, without a traceback; exit code 1. Ctrl-C
    exits with 130 and leaves no half-written file; the same command goes on from there when called again.
@@ -24,6 +24,7 @@ COMMANDS = {
     "circuit": "Factors, fidelity, circuits and a report for a model of your own: what the demo does, on your matrices and "
     "tasks.",
     "graph": "A task's circuit as a graph of units that opens in a browser: from a model's name to a page, in minutes.",
+    "stability": "Whether the units that carry a task stay the same when start, text, prompts, sparsity and more change.",
     "paper": "The paper's tables and figures, each by one command: ITEM, all, or a report of what a folder holds.",
     "report": "The report of a finished run, made again from its run.json and factors/. Loads no model; takes seconds.",
     "factorize": "Factorize matrices of a model into sparse read and write factors; each is saved when finished.",
@@ -32,7 +33,7 @@ COMMANDS = {
     "estimate": "Memory and time that factorize will take, of a model or of shapes alone.",
     "train-baseline": "Train what SWD is compared with: transcoders, VPD, sparse pretraining.",
 }
-_MODULES = ("circuits", "graph", "matrices", "baselines", "paper")
+_MODULES = ("circuits", "graph", "stability", "matrices", "baselines", "paper")
 
 status, output = Console(stderr=True), Console()
 

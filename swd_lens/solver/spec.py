@@ -207,7 +207,9 @@ class AnnealSpec(ShrinkingSpec):
     start_share: float | int = setting(0.5, above=0, at_most=1)
 
     # "auto": a small matrix that is a product of sparse factors starts as its pieces (pieces.py) or its sparsest basis (span.py).
-    start: str = setting("auto", one_of=("auto", "coordinates"))
+    # "rotated": coordinates are turned in pairs drawn by `seed` first, so that no unit starts as one; it is there to ask what of
+    # the units the start plants (`swd_lens.study.stability`).
+    start: str = setting("auto", one_of=("auto", "coordinates", "rotated"))
 
     # The share of the alternations that is left out where such a start is near. Planted factors with noise (4 + 4 entries, six
     # seeds), "best": 1 has F1 .927 and error .0514, .7 .930 and .0508, 0 .935 and .0497 in half as much time again. "deep" has
@@ -247,7 +249,8 @@ class AnnealSpec(ShrinkingSpec):
     refine_rounds: int = setting(3, at_least=0)
     refine_steps: int = setting(8, at_least=1)
 
-    # Chooses which copy of a unit starts with which entry, when there are more units than coordinates; else unused.
+    # Chooses which copy of a unit starts with which entry, when there are more units than coordinates, and the turns of a rotated
+    # start; else unused.
     seed: int = setting(0, at_least=0)
 
     def for_matrix(self, d_in: int, d_out: int, units: int, *, calibrated: bool) -> "AnnealSpec":

@@ -1,11 +1,13 @@
 """Where units start, before the annealed solver alternates (anneal.py, step 2).
 
 1. `start`: each unit owns a coordinate of the short side, or of the side that the spec's basis names; the other factor is the
-   target pruned to a share of its budget, dealt at random among a coordinate's copies.
+   target pruned to a share of its budget, dealt at random among a coordinate's copies. A rotated start turns the coordinates in
+   random pairs first (`turned`).
 2. `start_from_product`: a small matrix that is a product of sparse factors starts as its pieces, where it is sparse itself
    (pieces.py), or as the sparsest basis of its span (span.py), if that comes much nearer to it.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,9 +66,15 @@ def start(target: Float[Tensor, "d_in d_out"], units: int, budget: Budget, spec:
     """Step 2: read and write block."""
     at_output = spec.starts_at_output(*target.shape)
     short_long = target.T if at_output else target
+    directions = turned(short_long, spec.seed) if spec.start == "rotated" else None
+    if directions is not None:
+        short_long = directions.T @ short_long
     owner, copy = owners(short_long, units)
-    square = torch.zeros(len(short_long), units, dtype=target.dtype, device=target.device)
-    square[owner, torch.arange(units, device=target.device)] = 1.0
+    if directions is None:
+        square = torch.zeros(len(short_long), units, dtype=target.dtype, device=target.device)
+        square[owner, torch.arange(units, device=target.device)] = 1.0
+    else:
+        square = directions[:, owner]
     other = _deal(short_long, owner, copy, budget.other, spec)
     factors = (factor.T.contiguous() if at_output else factor for factor in (square, other))
     short, long = (
@@ -78,11 +86,26 @@ def start(target: Float[Tensor, "d_in d_out"], units: int, budget: Budget, spec:
     return (long, short) if at_output else (short, long)
 
 
+def turned(short_long: Float[Tensor, "short long"], seed: int) -> Float[Tensor, "short short"]:
+    """An orthogonal matrix that turns coordinates in pairs: pairs and angles are drawn; of an odd number one stays.
+
+    Two nonzeros per direction: a budget that has room for units that mix has room for it.
+    """
+    n = len(short_long)
+    generator = torch.Generator().manual_seed(seed)
+    first, second = torch.randperm(n, generator=generator)[: n // 2 * 2].view(2, -1)
+    angles = torch.rand(n // 2, generator=generator, dtype=torch.float64) * math.pi
+    directions = torch.eye(n, dtype=torch.float64)
+    directions[first, first] = directions[second, second] = angles.cos()
+    directions[first, second], directions[second, first] = -angles.sin(), angles.sin()
+    return directions.to(short_long)
+
+
 def start_from_product(
     read: Block, write: Block, target: Float[Tensor, "d_in d_out"], metric: Metric, spec: AnnealSpec
 ) -> int | None:
     """Step 2 for a product of sparse factors, in place, and the alternation to begin with; None where nothing is much nearer."""
-    if spec.start == "coordinates" or spec.basis != "paper" or target.numel() > DOUBLE_UP_TO:
+    if spec.start != "auto" or spec.basis != "paper" or target.numel() > DOUBLE_UP_TO:
         return None
     units, total = len(write.factor), read.budget + write.budget
     for propose in (lambda: from_pieces(target, units, total, metric), lambda: from_span(target, units, total)):

@@ -6,6 +6,8 @@ from swd_lens.study.generate import Samples, generate
 from swd_lens.study.replacement import ModelReplacement, replace_model
 from swd_lens.study.run import Run
 from swd_lens.study.run_study import run_study
+from swd_lens.study.stability import stability
+from swd_lens.study.stability_card import Stability
 from swd_lens.study.sweep import Sweep, SweepPoint, sweep
 
 __all__ = [
@@ -13,6 +15,7 @@ __all__ = [
     "ModelReplacement",
     "Run",
     "Samples",
+    "Stability",
     "Sweep",
     "SweepPoint",
     "data_efficiency",
@@ -20,5 +23,6 @@ __all__ = [
     "replace_model",
     "run_study",
     "save_checkpoint",
+    "stability",
     "sweep",
 ]

@@ -5,7 +5,7 @@ import torch
 from swd_lens.factorization.solve import solve
 from swd_lens.solver import Budget
 from swd_lens.solver.spec import AnnealSpec
-from swd_lens.solver.start import owners, share_out, start
+from swd_lens.solver.start import owners, share_out, start, turned
 from swd_lens.units.factors import Factors
 from tests.solver.matrices import gram_of, weight_of
 
@@ -30,6 +30,34 @@ def test_units_start_as_coordinates_of_the_short_side_and_none_is_empty():
     read, write = start(target, 5, Budget(5, 8), AnnealSpec())
     assert torch.equal(read.factor, torch.nn.functional.one_hot(owner, 3).T.float())
     assert bool(write.factor.any(1).all()) and bool(((write.factor == 0) | (write.factor == target[owner])).all())
+
+
+def test_a_rotated_start_is_the_target_seen_from_turned_coordinates():
+    """Orthogonal, two nonzeros a direction; with room for everything the start is the target, and no unit is a coordinate."""
+    target = weight_of((6, 9))
+    directions = turned(target, 3)
+    torch.testing.assert_close(directions.T @ directions, torch.eye(6))
+    assert (directions != 0).sum(0).tolist() == [2] * 6 and not torch.equal(directions, turned(target, 4))
+    assert int((turned(weight_of((5, 9)), 0) != 0).sum()) == 9  # one of five stays as it is
+    read, write = start(target, 6, Budget(36, 54), AnnealSpec(start="rotated", start_share=1.0, seed=3))
+    assert torch.equal(read.factor, directions)
+    torch.testing.assert_close(read.factor @ write.factor, target)
+    tall = weight_of((9, 6))
+    read, write = start(tall, 6, Budget(36, 54), AnnealSpec(start="rotated", start_share=1.0, seed=3))
+    assert torch.equal(write.factor, turned(tall.T, 3).T)
+    torch.testing.assert_close(read.factor @ write.factor, tall)
+
+
+def test_a_rotated_start_ends_elsewhere_at_about_the_same_error():
+    weight, gram = weight_of((20, 32)), gram_of(20)
+    plain, one, again, other = (
+        solve(weight, gram, 0.5, outer_iterations=24, start=name, seed=seed)
+        for name, seed in (("coordinates", 0), ("rotated", 1), ("rotated", 1), ("rotated", 2))
+    )
+    assert_same_bits(one, again)
+    assert not torch.equal(one.read, other.read) and not torch.equal(one.read, plain.read)
+    errors = [f.relative_frobenius(weight) for f in (plain, one, other)]
+    assert max(errors) < 1.25 * min(errors)
 
 
 def test_budgets_are_shared_out_within_what_factors_hold():

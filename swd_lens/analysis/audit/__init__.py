@@ -5,11 +5,13 @@
 2. result.py: `Audit`, whose `unit` puts together a `UnitProfile` (unit.py, drawn by drawing.py): edges by name, neighbours and
    the direct logit effect (vectors.py), tasks; its `export` writes the units as JSON for whoever finds labels.
 3. labels.py: `UnitLabels` to put them back.
+4. intruder.py: whether units' contexts belong together, judged by an encoder of text.
 """
 
 from swd_lens.analysis.audit.collect import audit, top_contexts
 from swd_lens.analysis.audit.contexts import Context
 from swd_lens.analysis.audit.drawing import unit_html
+from swd_lens.analysis.audit.intruder import IntruderTest, intruder, static_words
 from swd_lens.analysis.audit.labels import UnitLabel, UnitLabels
 from swd_lens.analysis.audit.result import Audit
 from swd_lens.analysis.audit.statistics import Histogram
@@ -23,6 +25,7 @@ __all__ = [
     "Context",
     "Edges",
     "Histogram",
+    "IntruderTest",
     "LogitEffect",
     "TaskRank",
     "UnitCard",
@@ -30,7 +33,9 @@ __all__ = [
     "UnitLabels",
     "UnitProfile",
     "audit",
+    "intruder",
     "logit_effect",
+    "static_words",
     "top_contexts",
     "unit_html",
 ]
