@@ -114,6 +114,7 @@ ERRORS = {
 TYPES = {
     "Allocation": "factorization.allocation",
     "Attachment": "units.attach",
+    "Attack": "circuits.attack",
     "AttentionPaths": "analysis.graph.attention",
     "Audit": "analysis.audit.result",
     "BasisChoice": "factorization.basis",
@@ -123,6 +124,8 @@ TYPES = {
     "Concentration": "circuits.concentration",
     "CostCurve": "circuits.curve",
     "DataEfficiency": "study.efficiency",
+    "DenseTransfer": "circuits.transfer",
+    "Disagreement": "circuits.disagreement",
     "Edit": "analysis.edit.edited",
     "EditComparison": "analysis.edit.compare",
     "EditLocalization": "analysis.edit.localization",
@@ -133,6 +136,7 @@ TYPES = {
     "FinetuneSpec": "train.finetune.spec",
     "MIBResult": "circuits.mib",
     "ModelReplacement": "study.replacement",
+    "Multiverse": "circuits.multiverse",
     "PerTokenUse": "circuits.per_token",
     "QKPair": "analysis.qk.screen",
     "QKReplay": "analysis.qk.replay",
@@ -158,12 +162,15 @@ TYPES = {
 }
 # Names of the namespaces that stand at the top as well: most did before there were namespaces, and go on working.
 ALIASES = {
+    "attack": "circuits.attack",
     "choose_basis": "factorization.basis",
     "circuit_null": "circuits.null",
     "collect_grams": "factorization.grams",
     "compare_edits": "analysis.edit.compare",
     "dashboard": "report.dashboard",
     "data_efficiency": "study.data_efficiency",
+    "dense_transfer": "circuits.transfer",
+    "disagreement": "circuits.disagreement",
     "edit_unit": "analysis.edit.make",
     "generate": "study.generate",
     "intervention_hooks": "circuits.ablation",
@@ -171,6 +178,7 @@ ALIASES = {
     "localize": "analysis.edit.localization",
     "evaluate_circuits": "circuits.evaluate",
     "mib": "circuits.mib",
+    "multiverse": "circuits.multiverse",
     "pack_text": "tasks.text",
     "per_token_use": "circuits.per_token",
     "plot_unit_paths": "analysis.graph.paths",

@@ -108,6 +108,7 @@ class DensePredictions:
         ce_deltas: Float[Tensor, " batch"] | None = None,
         kls: Float[Tensor, " batch"] | None = None,
         counted: Bool[Tensor, "batch predictions"] | None = None,
+        each: Float[Tensor, "batch predictions"] | None = None,
     ) -> Divergence:
         """Sums over the predictions of a replaced host on the same rows.
 
@@ -115,6 +116,7 @@ class DensePredictions:
             replaced: its logits.
             ce_deltas, kls: float64, on the CPU; what each row adds to the cross-entropy, and to KL, is added to them.
             counted: which predictions count; None: all.
+            each: gets the KL of each prediction, also of those that do not count.
 
         Raises:
             ValueError: a cross-entropy is not finite.
@@ -138,6 +140,8 @@ class DensePredictions:
                 products = p.mul_(torch.sub(log_p, log_q, out=log_q))
                 in_float64 = self.buffers.take("sum", tuple(products.shape), torch.float64, products.device)
                 of_predictions = in_float64.copy_(products).sum(-1)  # sum(dtype=torch.float64) takes memory of its own
+                if each is not None:
+                    each[rows, positions] = of_predictions.to(each)
                 of_rows = (of_predictions if that_count is None else of_predictions * that_count).sum(1).cpu()
                 if kls is not None:
                     kls[rows] += of_rows

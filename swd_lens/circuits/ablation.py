@@ -6,8 +6,8 @@
 2. `ablation_values` gives what replaces a unit whatever the prompt; `Reference` brings it into the shape of a bucket of
    prompts: one vector for all prompts and positions, one per position, or ("resample") one per prompt and position.
 3. `replaced_masks` says which units are replaced when a set is kept or ablated.
-4. `replaced` puts values in their place; `intervention_hooks` does it in TransformerLens' own `run_with_hooks`. Many
-   interventions at once are run by fast_forward.py.
+4. `replaced` puts values in their place, or moves z a share of the way there; `intervention_hooks` does it in TransformerLens'
+   own `run_with_hooks`. Many interventions at once are run by fast_forward.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +27,8 @@ from swd_lens.hosts.sites import HookName, Site, expert_of, hook_name
 from swd_lens.tasks.task import Bucket, TaskSplit
 from swd_lens.units.keys import read_units
 
+# Which units are replaced, or to which share: 1 (True) is the whole way to the reference activation, 0 is not at all.
+Mask = Bool[Tensor, "*#batch unit"] | Float[Tensor, "*#batch unit"]
 MEAN_OVER = ("scoring", "all_tokens", "per_position")
 ABLATIONS = ("mean", "zero", "resample")
 
@@ -196,17 +198,20 @@ def replaced_masks(scores: UnitScores, units: Any, mode: str) -> dict[str, Bool[
     return {site: mask if mode == "ablate" else ~mask for site, mask in members.items()}
 
 
-def replaced(
-    z: Float[Tensor, "*batch pos unit"], mask: Bool[Tensor, "*#batch unit"], value: Tensor, positions: str
-) -> Float[Tensor, "*batch pos unit"]:
+def replaced(z: Float[Tensor, "*batch pos unit"], mask: Mask, value: Tensor, positions: str) -> Float[Tensor, "*batch pos unit"]:
     """z with `value` in place of the masked units, at the last position ("scoring") or at all of them.
 
     Args:
-        mask: broadcasts over z (without its positions).
+        mask: broadcasts over z (without its positions). Of real numbers: shares of the way from z to `value`; 1 and 0 then give
+            the bits of True and False.
         value: (..., pos or 1, unit), broadcasts over z; of more positions than z has, the last ones count.
     """
     length = 1 if positions == "scoring" else z.shape[-2]
-    changed = torch.where(mask.to(z.device)[..., None, :], value.to(z)[..., -length:, :], z[..., -length:, :])
+    before, value = z[..., -length:, :], value.to(z)[..., -length:, :]
+    if mask.is_floating_point():
+        changed = torch.lerp(before, value, mask.to(z)[..., None, :])
+    else:
+        changed = torch.where(mask.to(z.device)[..., None, :], value, before)
     return changed if length == z.shape[-2] else torch.cat([z[..., :-length, :], changed], dim=-2)
 
 

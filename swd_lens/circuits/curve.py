@@ -24,7 +24,17 @@ from swd_lens.base.checks import bounded, one_of
 from swd_lens.base.errors import NotCarriedWarning, callers_level, legible, quoted
 from swd_lens.base.record import Record
 from swd_lens.circuits.circuit import Circuit
-from swd_lens.circuits.measure import COSTS, LEVEL, VALUES, Carried, Margins, Threshold, crossing_interval, surface_name
+from swd_lens.circuits.measure import (
+    COSTS,
+    LEVEL,
+    VALUES,
+    Carried,
+    Margins,
+    Threshold,
+    crossing_interval,
+    does_not_carry,
+    surface_name,
+)
 from swd_lens.circuits.plots import plot_curves
 from swd_lens.circuits.scores import UnitScores
 
@@ -115,13 +125,7 @@ class CostCurve(Record):
         return f"{self.surface} carries {of_margin} of {self.task}; {_size(row)} {does}.{beyond}"
 
     def _does_not_carry(self) -> str:
-        c, reference = self.carried, "its reference activation"
-        reference = {"mean": "its mean", "zero": "zero"}.get(str(self.settings.get("ablation")), reference)
-        return (
-            f"{self.surface} does not carry {self.task}: with all units the margin is {self.q_full:.2f}, with every unit at "
-            f"{reference} {self.q_empty:.2f} (a difference of {c.logits:+.2f} ± {c.se:.2f} logits; the model has "
-            f"{c.q_dense:.2f})."
-        )
+        return does_not_carry(self.surface, self.task, self.carried, self.q_full, self.q_empty, self.settings.get("ablation"))
 
     def _warn_not_carried(self) -> None:
         no_cost = "No circuit of these units has a cost: there is nothing of which it could recover a part"

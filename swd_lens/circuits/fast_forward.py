@@ -38,8 +38,8 @@ _EFFECT = 0.02
 
 # What is put in place of z: per site (batch or 1, pos or 1, unit).
 Values = Mapping[str, Float[Tensor, "_batch _pos _unit"]]
-# Which units are replaced: per site one row per intervention.
-Masks = Mapping[str, Bool[Tensor, "circuit _unit"]]
+# Which units are replaced, or to which share of the way: per site one row per intervention.
+Masks = Mapping[str, Bool[Tensor, "circuit _unit"] | Float[Tensor, "circuit _unit"]]
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ class Runner:
         """Last-position logits of every prompt under every intervention, in one forward.
 
         Args:
-            masks: site -> (circuit, unit), True where a unit is replaced.
+            masks: site -> (circuit, unit), True where a unit is replaced; real numbers are shares of the way, and the logits
+                have a gradient by them where they ask for one.
             values: site -> what replaced units are set to, broadcast over prompts and positions.
             token_ids: only these tokens' logits; None = all.
         """
@@ -150,7 +151,7 @@ class Runner:
             written = units.decode((z + change).to(z)).float() - units.decode(z).float()
         return (residual.float() + written).to(residual)
 
-    def _hook(self, mask: Bool[Tensor, "circuit unit"], value: Tensor) -> Callable[..., Tensor]:
+    def _hook(self, mask: Tensor, value: Tensor) -> Callable[..., Tensor]:
         def hook_fn(z: Float[Tensor, "rows pos unit"], hook: Any) -> Float[Tensor, "rows pos unit"]:
             by_circuit = z.view(len(mask), -1, *z.shape[1:])
             # In a short last block there is the last position only.

@@ -1,7 +1,7 @@
 """fidelity: how much of the host's behaviour a replacement keeps, on text that it was not fitted on.
 
 1. Rows are run a few thousand tokens at a time. The dense host runs once for all replacements, in stages: what enters the first
-   replaced layer of each is kept, and each replacement takes up there (`_Runs`).
+   replaced layer of each is kept, and each replacement takes up there (`Runs`).
 2. Residuals are unembedded a chunk of rows and positions at a time: no tensor of logits has more than CHUNK_BYTES, whatever the
    batch and the vocabulary.
 3. Sum, over all next-token predictions that count (tasks/counting.py), cross-entropy of both hosts, KL(dense || replaced) and
@@ -241,7 +241,7 @@ def fidelities(
         alone = stack.enter_context(attach(model, next(iter(units.values())))) if len(units) == 1 else None
         stack.enter_context(fused_attention(host, rows))
         errors = LocalErrors(host, asked, alone) if local else None
-        runs = _Runs(host, units, alone, dense)
+        runs = Runs(host, units, alone, dense)
         runs.verify(rows)
         outputs_at_once = _OUTPUT_BYTES // (4 * sum(site.d_out for site in runs.sites))
         size = batch_size or max(1, min(_TOKENS, outputs_at_once) // rows.shape[1])
@@ -323,7 +323,7 @@ class _Sums:
 # ---------------------------------------------------------------------------------------------- runs
 
 
-class _Runs:
+class Runs:
     """The dense host and its replacements on a batch of rows.
 
     In stages the dense host runs once for all, each replacement takes up at its first replaced layer, and logits are made a chunk
@@ -333,9 +333,18 @@ class _Runs:
         units: by name of the replacement.
         alone: the attachment of the only replacement, which is mounted already; None: there are several.
         kept: what enters the first replaced block is kept there.
+        random: names of replacements that draw anew in each run.
     """
 
-    def __init__(self, host: Host, units: Mapping[str, UnitSet], alone: Attachment | None, kept: DenseCache | None = None):
+    def __init__(
+        self,
+        host: Host,
+        units: Mapping[str, UnitSet],
+        alone: Attachment | None,
+        kept: DenseCache | None = None,
+        random: Sequence[str] = (),
+    ):
+        self.random = random
         self.host, self.units, self.alone, self.kept, self.staged = host, units, alone, kept, True
         self.buffers, self.end = Buffers(), host.model.cfg.n_layers
         self.counted: Tensor | None = None  # (batch, pos) positions of the present batch that count; None: all
@@ -344,21 +353,23 @@ class _Runs:
         self._starts: dict[int, Start] = {}
 
     def verify(self, rows: Int[Tensor, "rows pos"]) -> None:
-        """Run whole from now on where the first tokens give other logits in stages, in the dense host or a replacement; that
-        warns."""
+        """Run whole from now on where the first tokens give other logits in stages, in the dense host or a replacement that is
+        the same in every run (not noise); that warns."""
         few = rows[:1, : max(2, CHUNK_BYTES // (4 * self.host.model.cfg.d_vocab))]
-        with self._dense_host():
-            agrees = ends_in_whole_logits(self.host, few, lambda: self._dense(few), shortcut=_STAGES)
+        with self.dense_host():
+            agrees = ends_in_whole_logits(self.host, few, lambda: self.dense(few), shortcut=_STAGES)
         for name, of_name in self.units.items():
-            with self._mounted(of_name):
-                run = functools.partial(self._replaced, few, name)
+            if name in self.random:
+                continue
+            with self.mounted(of_name):
+                run = functools.partial(self.replaced_end, few, name)
                 agrees = agrees and ends_in_whole_logits(self.host, few, run, shortcut=_STAGES)
         self.staged = agrees
 
     def add(self, batch: Int[Tensor, "batch pos"], sums: Mapping[str, _Sums], watching: AbstractContextManager[Any]) -> None:
         """Add this batch's part to every replacement's sums; `watching` is open while the dense host runs."""
-        with self._dense_host(), watching, recording(self.host, outputs=self.sites, keep=Tensor.float) as seen:
-            dense = self._dense(batch)
+        with self.dense_host(), watching, recording(self.host, outputs=self.sites, keep=Tensor.float) as seen:
+            dense = self.dense(batch)
         replaced: dict[str, Tensor] = {}
         for name, of_name in self.units.items():
             for of_rows in (sums[name].ce_deltas, sums[name].kls):
@@ -371,25 +382,25 @@ class _Runs:
                 shown.add(site.name)
                 sums[name].add_output(site.name, y, seen.outputs[site.name], self.counted)
 
-            with self._mounted(of_name), self.host.outputs(of_name.sites, compare):
-                replaced[name] = self._replaced(batch, name)
+            with self.mounted(of_name), self.host.outputs(of_name.sites, compare):
+                replaced[name] = self.replaced_end(batch, name)
             require_seen(of_name.sites, shown, "output")
-        for rows, chunk in self._chunks(batch):
+        for rows, chunk in self.chunks(batch):
             tokens = batch[rows, chunk]
-            predictions = DensePredictions(self._logits(tokens, dense[rows, chunk]), tokens, self.buffers)
+            predictions = DensePredictions(self.logits(tokens, dense[rows, chunk]), tokens, self.buffers)
             counted = None if self.counted is None else predicted(self.counted[rows, chunk])
             for name, end in replaced.items():
-                logits, of_rows = self._logits(tokens, end[rows, chunk]), sums[name]
+                logits, of_rows = self.logits(tokens, end[rows, chunk]), sums[name]
                 added = of_rows.ce_deltas[-1][rows], of_rows.kls[-1][rows]
                 of_rows.total += predictions.divergence(logits, *added, counted)
 
-    def _dense_host(self) -> AbstractContextManager[Any]:
+    def dense_host(self) -> AbstractContextManager[Any]:
         return self.alone.dense() if self.alone else nullcontext()
 
-    def _mounted(self, units: UnitSet) -> AbstractContextManager[Any]:
+    def mounted(self, units: UnitSet) -> AbstractContextManager[Any]:
         return nullcontext() if self.alone else attach(self.host.model, units)
 
-    def _dense(self, batch: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos _width"]:
+    def dense(self, batch: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos _width"]:
         """Run the dense host: the last block's output, or the logits of whole runs."""
         if not self.staged:
             return self.host.run(batch)
@@ -403,16 +414,16 @@ class _Runs:
             self._starts[layer] = start
         return self._starts[self.end].residual
 
-    def _replaced(self, batch: Int[Tensor, "batch pos"], name: str) -> Float[Tensor, "batch pos _width"]:
-        """Run a replacement that is mounted, after `_dense` of these rows; ends as that does."""
+    def replaced_end(self, batch: Int[Tensor, "batch pos"], name: str) -> Float[Tensor, "batch pos _width"]:
+        """Run a replacement that is mounted, after `dense` of these rows; ends as that does."""
         if not self.staged:
             return self.host.run(batch)
         return self.host.residual(batch, self.end, start=self._starts[self.first[name]])
 
-    def _logits(self, tokens: Int[Tensor, "row pos"], end: Float[Tensor, "row pos _width"]) -> Float[Tensor, "row pos vocab"]:
+    def logits(self, tokens: Int[Tensor, "row pos"], end: Float[Tensor, "row pos _width"]) -> Float[Tensor, "row pos vocab"]:
         return self.host.unembed(tokens, end) if self.staged else end
 
-    def _chunks(self, batch: Int[Tensor, "batch pos"]) -> Iterator[tuple[slice, slice]]:
+    def chunks(self, batch: Int[Tensor, "batch pos"]) -> Iterator[tuple[slice, slice]]:
         """Rows and positions, as many at a time as CHUNK_BYTES allow; the last position of a chunk predicts nothing and begins
         the next. Of whole runs, row by row: the log-probabilities of all would be as large as the logits."""
         if not self.staged:

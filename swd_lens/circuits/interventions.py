@@ -3,10 +3,11 @@
 1. Per bucket of prompts, compute once what interventions share (fast_forward.py), and the margin of the unpruned replacement.
 2. Run the interventions, as many at once as memory allows; of each keep every prompt's margin, whether it was right, and
    (if asked for) KL(unpruned || intervened) at the scoring position, which needs the whole vocabulary's logits.
+3. Partial interventions move units a share of the way to their reference; `gradients` says what each share does to the margin.
 Memory does not grow with the number of interventions but for these few numbers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -23,11 +24,13 @@ from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.fast_forward import Masks, Runner, Shared, Values, find_fast_forward
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host
+from swd_lens.hosts.frozen import frozen
 from swd_lens.hosts.fused import fused_attention
 from swd_lens.tasks.task import Bucket, TaskSplit
 from swd_lens.units import Attachment
 
 _LOGITS_AT_ONCE = 2**26  # a quarter of a gigabyte in float32
+_OF_BACKWARD = 4  # a pass with gradients has this part of the tokens at once: it keeps what every layer computed
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,8 @@ class InterventionRunner:
         """Run n interventions on every prompt.
 
         Args:
-            masks: gives the masks of a slice of the n interventions: site -> (circuit, unit), True where replaced.
+            masks: gives the masks of a slice of the n interventions: site -> (circuit, unit), True where replaced, or shares of
+                the way (fast_forward.py).
             kl: whether to compute KL.
 
         Returns:
@@ -174,6 +178,38 @@ class InterventionRunner:
                         outcome.put(runs[acts], bucket, self.runner.logits(shared, acting, values, ids), log_p)
         self._unpruned = unpruned
         return outcome, unpruned
+
+    def gradients(
+        self, shares: Callable[[slice], Mapping[str, Float[Tensor, "run _unit"]]], n: int
+    ) -> tuple[Float[Tensor, "run prompt"], dict[str, Float[Tensor, "run _unit"]]]:
+        """Run n partial interventions, with the gradient of each one's mean margin by how far its units are moved.
+
+        Args:
+            shares: gives a slice of the n interventions: site -> (run, unit), how far of the way from its activation to its
+                reference each unit is moved.
+            n: interventions.
+
+        Returns:
+            Margins in logits, float64; and site -> (run, unit) d Q / d share, float64, both on the CPU.
+        """
+        margins = torch.full((n, len(self.split)), torch.nan, dtype=torch.float64)
+        sizes = self.attachment.factors.sizes
+        totals = {site: torch.zeros(n, size, dtype=torch.float64) for site, size in sizes.items()}
+        with self._fused(), frozen(self.host, "while an attack is fitted"):
+            for bucket, shared, values in self._prepared():
+                tokens = self.tokens_per_forward // _OF_BACKWARD
+                most = at_once(bucket, bucket.tokens.shape[1], tokens, whole=False)
+                for runs in torch.arange(n).split(most):
+                    of_runs = shares(slice(int(runs[0]), int(runs[-1]) + 1))
+                    leaves = {site: share.detach().float().requires_grad_(True) for site, share in of_runs.items()}
+                    with torch.enable_grad():
+                        of_bucket = bucket.margin(self.runner.logits(shared, leaves, values, bucket.token_ids))
+                        by_site = torch.autograd.grad(of_bucket.sum(), list(leaves.values()), allow_unused=True)
+                    margins[runs[:, None], bucket.index] = of_bucket.detach().double().cpu()
+                    for site, gradient in zip(leaves, by_site, strict=True):
+                        if gradient is not None:  # a site at which nothing is moved has no hook
+                            totals[site][runs] += gradient.double().cpu() / len(self.split)
+        return margins, totals
 
     def dense(self) -> Outcome:
         """The dense host on every prompt."""

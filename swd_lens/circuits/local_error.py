@@ -12,7 +12,7 @@ shows it, and forgotten with the site's output. The products of W serve all repl
    denominator is the same; that of a whole MLP, which has no matrix, is the dense output with its bias.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -31,9 +31,17 @@ class LocalErrors:
     Args:
         units: by name of the replacement.
         alone: the attachment of the only replacement, which is mounted already; None: there are several.
+        also: is given (name of the replacement, site, errors of the tokens that count) of every forward.
     """
 
-    def __init__(self, host: Host, units: Mapping[str, UnitSet], alone: Attachment | None):
+    def __init__(
+        self,
+        host: Host,
+        units: Mapping[str, UnitSet],
+        alone: Attachment | None,
+        also: Callable[[str, str, Float[Tensor, "*batch d_out"]], None] | None = None,
+    ):
+        self._also = also
         self._host, self._units, self._alone = host, units, alone
         self._errors: dict[str, dict[str, Tensor]] = {name: {} for name in units}
         self._norms: dict[str, Tensor] = {}
@@ -80,7 +88,10 @@ class LocalErrors:
                     like = next(self._host.model.blocks[site.layer].parameters())
                     units = projection_of(of_name[site.name], site.name, like)[0]
                 lost = units.local(h, dense) - (y if units.gives_bias else product)
-                _add(self._errors[name], site.name, that_count(lost, self._counted))
+                lost = that_count(lost, self._counted)
+                _add(self._errors[name], site.name, lost)
+                if self._also is not None:
+                    self._also(name, site.name, lost)
 
 
 def that_count(value: Float[Tensor, "*batch d"], counted: Bool[Tensor, "rows pos"] | None) -> Float[Tensor, "*counted d"]:

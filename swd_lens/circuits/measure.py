@@ -21,6 +21,7 @@ import math
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import pandas as pd
 import torch
@@ -301,6 +302,16 @@ def crossing_interval(
     return low, float(place[after].expm1()) if after < len(place) else None
 
 
+def holm(p: Sequence[float]) -> list[float]:
+    """p-values adjusted over all of them by Holm's method (1979, Scand. J. Statist. 6, 65-70); NaN stays, and is not counted."""
+    order = sorted((i for i, value in enumerate(p) if value == value), key=lambda i: p[i])
+    adjusted, largest = [math.nan] * len(p), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * p[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
 def _standard_error(values: Float[Tensor, "*circuit prompt"]) -> Float[Tensor, "*circuit"]:
     return values.std(-1) / values.shape[-1] ** 0.5 if values.shape[-1] > 1 else values.mean(-1) * math.nan
 
@@ -311,6 +322,21 @@ def surface_name(sites: Iterable[str]) -> str:
     if len(names) < 2:
         return names[0] if names else "the surface"
     return f"the surface of {names[0]} and {len(names) - 1} more"
+
+
+def does_not_carry(surface: str, task: str, carried: Carried, q_full: float, q_empty: float, ablation: Any) -> str:
+    """One sentence for where a number would mean nothing.
+
+    Args:
+        surface: its sites, see `surface_name`.
+        ablation: what replaced units are set to: "mean", "zero" or another.
+    """
+    reference = {"mean": "its mean", "zero": "zero"}.get(str(ablation), "its reference activation")
+    return (
+        f"{surface} does not carry {task}: with all units the margin is {q_full:.2f}, with every unit at "
+        f"{reference} {q_empty:.2f} (a difference of {carried.logits:+.2f} ± {carried.se:.2f} logits; the model has "
+        f"{carried.q_dense:.2f})."
+    )
 
 
 def part_of(sites: Iterable[str]) -> str:

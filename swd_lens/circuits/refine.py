@@ -12,6 +12,10 @@
    the threshold that it can be expected on the test prompts, too (a one-sided 95 % prediction bound). The prefix beside it is
    chosen by the same rule.
 3. Judge both on the test prompts, which nothing was chosen on.
+
+`robust` holds the threshold under attack (attack.py): an adversary restores outside units of the circuit that 2. has chosen, and
+what it finds is added to what every circuit is tried with; 1. and 2. are done again, until the adversary finds nothing that takes
+the chosen circuit below the threshold. A circuit's value then is the lowest over all restorations found so far.
 """
 
 import math
@@ -30,6 +34,7 @@ from swd_lens.base.errors import legible
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import with_torch_defaults
+from swd_lens.circuits.attack import BUDGET, Adversary, attack, partial_masks
 from swd_lens.circuits.bits import unit_bits_of
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.evaluate import evaluate_circuits, prefix_grid
@@ -37,7 +42,7 @@ from swd_lens.circuits.fast_forward import Masks
 from swd_lens.circuits.interventions import InterventionRunner
 from swd_lens.circuits.measure import COSTS, Margins, Threshold, by_content, contents_of, t_quantile
 from swd_lens.circuits.scores import UnitScores
-from swd_lens.hosts import host_of, require_no_dropout
+from swd_lens.hosts import host_of, require_gradients, require_no_dropout
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.tasks.task import Task, TaskSplit
 from swd_lens.units import attach
@@ -53,6 +58,8 @@ _LARGE, _WORTH = 64, 0.01
 _SEARCHES, _NEAR = 4, 0.002
 _WITHIN = 8  # parts of a step that removes many units
 _ROUNDING = 1e-6  # of what a threshold is a share of: margins with every unit reach them
+# Searches against an adversary that answers each, then choices among what was tried alone.
+_ANSWERED, _CHOSEN_AGAIN = 3, 12
 _SURE = 0.9  # two-sided level of the prediction bound, whose lower end is then one-sided 95 %
 
 
@@ -65,6 +72,9 @@ class Refinement(Record):
         train, validation: what both reach of the threshold's value on the search's prompts and on those that stopped it.
         test: both on the test prompts, see `table`; empty where only a split was given.
         of, target: the threshold: "recovered" or "sufficiency", and how much of it.
+        budget: of the attack under which the threshold was held; None: it was not attacked. Then train and validation are under
+            the restorations found, and test has "under attack": what is recovered where an adversary of this budget was fitted
+            to the circuit on the validation prompts.
     """
 
     prefix: Circuit
@@ -74,6 +84,7 @@ class Refinement(Record):
     test: pd.DataFrame
     target: float
     of: str = "recovered"
+    budget: float | None = None
 
     def table(self) -> pd.DataFrame:
         """Two rows, prefix and refined: units, edges, the threshold's value on train and validation, and on test all values."""
@@ -86,7 +97,7 @@ class Refinement(Record):
                 f"{self.of} (validation)": [self.validation["prefix"], self.validation["refined"]],
             }
         )
-        others = ("recovered", "sufficiency", "drop", "accuracy keep")
+        others = ("recovered", "under attack", "sufficiency", "drop", "accuracy keep")
         shown = [self.of, f"{self.of} low", f"{self.of} high", *(name for name in others if name != self.of)]
         for name in shown:
             if name in self.test:
@@ -119,6 +130,7 @@ def refine(
     max_prompts: int = 128,
     tokens_per_forward: int = 16_384,
     seconds: float = math.inf,
+    robust: bool | float = False,
     progress: bool = False,
 ) -> Refinement:
     """Search for a cheaper circuit than the best prefix, which reaches the same threshold on prompts it was not searched on.
@@ -135,14 +147,21 @@ def refine(
         rounds: exchanges at most, at each target of the search.
         max_prompts: training prompts used, the first of the split; what runs share is kept in memory for all of them.
         seconds: no step begins later; of what was passed until then the cheapest that holds is the result.
+        robust: hold the threshold where outside units are restored at the worst, see `swd_lens.attack`: True, or the budget of
+            that (0.1). The adversary is fitted on the validation prompts.
+        progress: show a bar.
 
     Raises:
-        ValueError: an unknown cost, scores of other factors, or a threshold that no prefix can be expected to reach (or that is
-            undefined: these units carry nothing on the search's prompts, or the margin is not positive).
+        ValueError: a budget outside 0 .. 1, an unknown cost, scores of other factors, or a threshold that no prefix can be
+            expected to reach (or that is undefined: these units carry nothing on the search's prompts, or the margin is not
+            positive).
     """
     one_of("cost", cost, COSTS)
     threshold, end = Threshold.given(recovered=recovered, sufficiency=sufficiency), time.monotonic() + seconds
     bounded("max_prompts", max_prompts, 1)
+    budget = (BUDGET if robust else None) if isinstance(robust, bool) else float(robust)
+    if budget is not None:
+        bounded("robust, the budget of the attack,", budget, 0, 1, whole=False)
     split = (task.train if isinstance(task, Task) else task).first(max_prompts)
     require_no_dropout(model)
     with attach(model, factors) as attachment:
@@ -154,15 +173,18 @@ def refine(
         if isinstance(task, Task):
             runner = InterventionRunner(host, attachment, task.validation, scores, ablation, **how)
             stop = _Search(runner, scores, edges, cost, threshold, search, len(set(contents_of(task.test))))
-        prefix = _best_prefix(stop)
-        tried = _searched(search, stop, prefix, rounds, progress)
-        best = stop.cheapest(torch.stack(tried))
-        assert best is not None  # the prefix is among them
+        if budget is None:
+            prefix, best = _chosen(search, stop, rounds, progress)
+        else:
+            require_gradients(model)
+            valid = torch.tensor([int(edges[site][unit]) > 0 for site, unit in scores.ranking()])
+            search.limit = stop.limit = (valid, budget)
+            prefix, best = _chosen_under_attack(search, stop, Adversary(stop.runner, scores, valid), rounds, progress)
         both = torch.stack([prefix, best])
         values = {"train": search.values(both), "validation": stop.values(both)}
     named = {name: {"prefix": float(of[0]), "refined": float(of[1])} for name, of in values.items()}
     about = {"cost": cost, threshold.of: threshold.value, "ablation": ablation, "n_train": len(split)}
-    about |= {"n_validation": len(stop.runner.split), **standing_hooks(model)}
+    about |= {"n_validation": len(stop.runner.split), **standing_hooks(model)} | ({} if budget is None else {"budget": budget})
     circuits = {
         kind: Circuit(search.units(kept), scores, edges, {"kind": kind, **about}, bits)
         for kind, kept in (("prefix", prefix), ("refined", best))
@@ -171,8 +193,55 @@ def refine(
     if isinstance(task, Task):
         how = {"ablation": ablation, "tokens_per_forward": tokens_per_forward}
         test = evaluate_circuits(model, factors, task, circuits, **how)
-    how = {"test": test, "target": float(threshold.value), "of": threshold.of}
+        if budget is not None:
+            whole = [circuit.n_edges == sum(int(of_site.sum()) for of_site in edges.values()) for circuit in circuits.values()]
+            attacked = [
+                # Outside of all units there is nothing to restore.
+                own if all_of_them else attack(model, factors, task, circuit, budget=budget, n=1, **how).recovered
+                for own, all_of_them, circuit in zip(test["recovered"], whole, circuits.values(), strict=True)
+            ]
+            test = test.assign(**{"under attack": attacked})
+    how = {"test": test, "target": float(threshold.value), "of": threshold.of, "budget": budget}
     return Refinement(circuits["prefix"], circuits["refined"], named["train"], named["validation"], **how)
+
+
+def _chosen(
+    search: "_Search", stop: "_Search", rounds: int, progress: bool
+) -> tuple[Bool[Tensor, " unit"], Bool[Tensor, " unit"]]:
+    """The best prefix, and the cheapest circuit that was passed and holds."""
+    prefix = _best_prefix(stop)
+    best = stop.cheapest(torch.stack(_searched(search, stop, prefix, rounds, progress)))
+    assert best is not None  # the prefix is among them
+    return prefix, best
+
+
+def _chosen_under_attack(
+    search: "_Search", stop: "_Search", adversary: Adversary, rounds: int, progress: bool
+) -> tuple[Bool[Tensor, " unit"], Bool[Tensor, " unit"]]:
+    """As `_chosen`, each against an adversary that finds nothing more against it."""
+    valid, budget = stop.limit
+    tried: list[Tensor] = [torch.ones(len(valid), dtype=torch.bool)]  # all units, against which nothing can be done
+
+    def answered(kept: Bool[Tensor, " unit"]) -> bool:
+        """Whether a circuit falls to a new restoration, which is then known to both searches."""
+        (found,) = adversary.worst(kept, [budget])
+        search.restored, stop.restored = [*search.restored, found], [*stop.restored, found]
+        return not bool(stop.good(kept[None])[0])
+
+    for _ in range(_ANSWERED):
+        prefix = _best_prefix(stop)
+        tried += _searched(search, stop, prefix, rounds, progress)
+        best = stop.cheapest(torch.stack(tried))
+        assert best is not None
+        if search.late() or not answered(best):
+            break
+    for _ in range(_CHOSEN_AGAIN):
+        prefix = _best_prefix(stop)
+        best = stop.cheapest(torch.stack([*tried, prefix]))
+        assert best is not None
+        if not answered(best) and not answered(prefix):
+            return prefix, best
+    return tried[0], tried[0]
 
 
 def _best_prefix(stop: "_Search") -> Bool[Tensor, " unit"]:
@@ -235,6 +304,10 @@ class _Search:
         self.runner, self.threshold, self.target, self.ranking = runner, threshold, threshold.value, scores.ranking()
         # No step begins later than `end`; `tell` hears of each one.
         self.end, self.tell = math.inf, lambda text: None
+        # Restorations that every circuit is tried with, and what they are held to: which units may be restored, and the budget.
+        self.restored: list[Float[Tensor, " unit"]] = []
+        self.limit: tuple[Tensor, float] = (torch.zeros(len(self.ranking), dtype=torch.bool), 0.0)
+        self.scores = scores
         self.others, self.n_further, self.contents = others, n_further, contents_of(runner.split)
         ones = torch.ones(len(self.ranking), dtype=torch.int64)
         self.costs = torch.tensor([int(edges[site][unit]) for site, unit in self.ranking]) if cost == "edges" else ones
@@ -298,10 +371,27 @@ class _Search:
         return -float(self.over(kept[None])[0]) / self.whole
 
     def _margins(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, "circuit prompt"]:
+        """Margins of circuits; under restorations those of the one that leaves each the lowest mean."""
+        if self.restored:
+            return self._lowest_margins(kept)
+
         def masks(chunk: slice) -> Masks:
             return {site: ~kept[chunk][:, places] for site, places in self.places.items()}
 
         return self.runner.run(len(kept), masks)[0].margins
+
+    def _lowest_margins(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, "circuit prompt"]:
+        valid, budget = self.limit
+        may = valid & ~kept
+        most = budget * may.sum(1).double()
+        shares = (
+            torch.stack([torch.zeros(len(valid), dtype=torch.float64), *self.restored])[:, None] * may
+        )  # (found, circuit, unit)
+        shares = shares * (most / shares.sum(2).clamp(min=1e-12)).clamp(max=1)[:, :, None]
+        sets, given = kept.expand(len(shares), -1, -1).flatten(0, 1), shares.flatten(0, 1)
+        outcome, _ = self.runner.run(len(sets), lambda rows: partial_masks(self.scores, sets[rows], given[rows]))
+        margins = outcome.margins.view(*shares.shape[:2], -1)
+        return margins[margins.mean(2).argmin(0), torch.arange(len(kept))]
 
     def prefixes(self) -> Bool[Tensor, "circuit unit"]:
         """All prefixes of the grid, and some between the last that does not reach the target and the first that does."""

@@ -40,7 +40,7 @@ from swd_lens.hosts.weights import keep_watch
 from swd_lens.units.cache import cover_helpers
 from swd_lens.units.integrity import Offsets, Probe
 from swd_lens.units.match import check_units, dtype_of
-from swd_lens.units.projection import Projection, Watch, bypassed, projection_of, watch_block
+from swd_lens.units.projection import Projection, Watch, bypassed, keeping_errors, projection_of, watch_block
 from swd_lens.units.unit_set import UnitSet
 
 PROBE_LENGTH = 16
@@ -87,6 +87,16 @@ class Attachment:
             raise AttachError("these factors are not attached (any more); swd_lens.attach(model, factors) attaches them again")
         self._undo.run()
         self._require_unedited()
+
+    @contextmanager
+    @unparted
+    def keeping_errors(self) -> Iterator[None]:
+        """The dense host for a moment, with hooks on z: y is the dense output plus what hooks change in z, through the units.
+
+        Ablating unit i takes (z_i - mu_i) B_i off the dense output; what the units do not explain of it stays.
+        """
+        with keeping_errors(self._projections.values()):
+            yield
 
     def _require_unedited(self) -> None:
         watches = [projection.watch for projection in self._projections.values() if projection.watch is not None]

@@ -134,6 +134,14 @@ class CoderUnits:
         written = self.decode(hook(self.encode(h if self.reads == "input" else dense(h))))
         return written if self.writes == "output" else dense(written)
 
+    def change(
+        self, h: Float[Tensor, "*batch d_in"], dense: Callable[[Tensor], Tensor], hook: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "*batch d_out"]:
+        """How much the hook changes the site's output through the units; see `run`."""
+        z = self.encode(h if self.reads == "input" else dense(h))
+        after, before = self.decode(hook(z)), self.decode(z)
+        return after - before if self.writes == "output" else dense(after) - dense(before)
+
     def _call(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         device, dtype = place_of(self.coder)
         if device != x.device and device is not None:

@@ -2,7 +2,8 @@
 
 1. `UnitProjection` holds factors: z = h @ read, y = z @ write + bias.
 2. `CoderProjection` holds an encode/decode pair (coder.py).
-3. `bypassed` is the dense host for a moment, with the projections left in their places.
+3. `bypassed` is the dense host for a moment, with the projections left in their places; `keeping_errors` is the dense host with
+   only what hooks change in z: what the units do not explain of the output stays in it.
 4. `projection_of` makes the one that a unit source needs, on the host's device and in its dtype.
 5. `Watch` says whether the matrix and the factors of an attached site are still those that were attached. Both are marked
    (base/snapshots.py) when the site is mounted: the parameters that hold the matrix, and read, write and offsets of factors; an
@@ -107,11 +108,12 @@ class Projection(nn.Module):
     gives_bias: ClassVar[bool]
     ran: bool
     bypassed: bool
+    keeps_error: bool
     watch: Watch | None
 
     def __init__(self, hook: HookPoint):
         super().__init__()
-        self.ran = self.bypassed = False
+        self.ran = self.bypassed = self.keeps_error = False
         self.watch = None
         # Past nn.Module.__setattr__, which would register the hook as a child and give it a second name.
         object.__setattr__(self, "hook", hook)
@@ -172,6 +174,20 @@ def bypassed(projections: Iterable[Projection]) -> Iterator[None]:
             projection.bypassed = was
 
 
+@contextmanager
+@unparted
+def keeping_errors(projections: Iterable[Projection]) -> Iterator[None]:
+    """While open, these projections give the dense product and what hooks change in z besides; afterwards each is as it was."""
+    before = [(projection, projection.keeps_error) for projection in projections]
+    try:
+        for projection, _ in before:
+            projection.keeps_error = True
+        yield
+    finally:
+        for projection, was in before:
+            projection.keeps_error = was
+
+
 class UnitProjection(Projection):
     """A projection that multiplies by read and write factors.
 
@@ -209,6 +225,9 @@ class UnitProjection(Projection):
         if self.bypassed:
             return self.run_dense(h, dense)
         self.require_unedited()
+        if self.keeps_error:
+            z = self.read(h, self.offset_unit)
+            return dense(h) + self.write(self.show(z) - z, None)
         if self.offset_out is not None:
             bias = self.offset_out if bias is None else bias + self.offset_out
         return self.write(self.show(self.read(h, self.offset_unit)), bias)
@@ -237,6 +256,8 @@ class CoderProjection(Projection):
         if self.bypassed:
             return self.run_dense(h, dense)
         self.require_unedited()
+        if self.keeps_error:
+            return dense(h) + self.units.change(h, dense, self.show)
         return self.units.run(h, dense, self.show)
 
     def local(self, h: Float[Tensor, "*batch d_in"], dense: Callable[[Tensor], Tensor]) -> Float[Tensor, "*batch d_out"]:

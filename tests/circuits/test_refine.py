@@ -201,3 +201,45 @@ def test_an_empty_circuit_is_not_refined(toy, carried):
         warnings.simplefilter("error", UndefinedSufficiencyWarning)
         found = refine(model, factors, carried, scores, recovered=-0.5)
     assert found.prefix.units == found.refined.units == ()
+
+
+# ---------------------------------------------------------------------------------------------- under attack
+
+
+def test_a_robust_circuit_by_hand():
+    """Units add 10, 2 and -2 to the margin. The first alone recovers all of it, and .8 where the last is restored; the first two
+    1.2, and 1.0."""
+    reads, writes = [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]], [[0.0, 2.5], [0.0, 1 / 3], [0.5, 0.0]]
+    factors, scores = planted(reads, writes, [3.0, 2.0, 1.0])
+    plain = refine(micro_model(), factors, ONE, scores)
+    assert plain.refined.units == ((SITE, 0),) and plain.budget is None
+    robust = refine(micro_model(), factors, ONE, scores, robust=1.0)
+    assert robust.refined.units == robust.prefix.units == ((SITE, 0), (SITE, 1)) and robust.budget == 1.0
+    assert robust.validation["refined"] == pytest.approx(1.0)
+    # Of two outside units .4 may be restored together: 10 - .8 is not below .9 of 10.
+    assert refine(micro_model(), factors, ONE, scores, robust=0.2).refined.units == ((SITE, 0),)
+
+
+@pytest.mark.slow
+def test_a_robust_circuit_holds_where_outside_units_are_restored(default_model):
+    """On the embedded model: the plain circuit falls under the adversary that it was not searched against."""
+    factors = swd.baselines.neurons(default_model, "blocks.3.mlp_out")
+    task = swd.load_task("gendered_pronoun", default_model, n_train=60, n_validation=60, n_test=60)
+    scores = attribute(default_model, factors, task)
+    how = {"max_prompts": 60, "rounds": 0}
+    plain = refine(default_model, factors, task, scores, **how)
+    robust = refine(default_model, factors, task, scores, robust=0.2, **how)
+    assert plain.budget is None and robust.budget == 0.2 and robust.refined.provenance["budget"] == 0.2
+    assert "under attack" not in plain.test and robust.refined.n_edges > plain.refined.n_edges
+    attacked = [swd.attack(default_model, factors, task, each.refined, budget=0.2, n=1).recovered for each in (plain, robust)]
+    assert attacked[0] < 0.9 <= robust.validation["refined"] + 1e-6 and attacked[1] > attacked[0]
+    assert robust.table()["under attack (test)"].tolist() == robust.test["under attack"].tolist()
+    assert robust.test["under attack"][1] == pytest.approx(attacked[1], abs=1e-6) and attacked[1] > 0.87
+
+
+def test_a_budget_is_a_share(default_model):
+    factors = swd.baselines.neurons(default_model, "blocks.3.mlp_out")
+    task = swd.load_task("gendered_pronoun", default_model, n_train=20, n_validation=10, n_test=10)
+    scores = attribute(default_model, factors, task)
+    with pytest.raises(ValueError, match=r"robust, the budget of the attack, must be a number from 0 to 1, got 1\.5"):
+        refine(default_model, factors, task, scores, robust=1.5)

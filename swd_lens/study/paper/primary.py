@@ -29,6 +29,7 @@ from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.record import PlainRecord
 from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.measure import Threshold, part_of
+from swd_lens.circuits.measure import holm as adjusted_p
 
 _MARKERS = "osD^vP"
 _ALPHA = 0.05
@@ -198,12 +199,8 @@ def _test(part: str, target: str, swd: str, control: str, cells: Sequence[Ratio]
 
 def holm(of_controls: Sequence[Test]) -> list[Test]:
     """These tests with p-values adjusted over them; those without one are left out of the count."""
-    tested = sorted((test for test in of_controls if test.p == test.p), key=lambda test: test.p)
-    adjusted, largest = {}, 0.0
-    for rank, test in enumerate(tested):
-        largest = max(largest, min(1.0, (len(tested) - rank) * test.p))
-        adjusted[test.control] = largest
-    return [replace(test, p_holm=adjusted.get(test.control, math.nan)) for test in of_controls]
+    adjusted = adjusted_p([test.p for test in of_controls])
+    return [replace(test, p_holm=p) for test, p in zip(of_controls, adjusted, strict=True)]
 
 
 # ---------------------------------------------------------------------------------------------- shown
