@@ -48,6 +48,7 @@ from swd_lens.study.inside import look_inside
 from swd_lens.study.replacement import FACTORS, FINETUNED
 from swd_lens.study.resume import memory_of, task_fingerprint
 from swd_lens.study.run_study import require_surface, study_steps, surface_of
+from swd_lens.study.trust import look_at_trust
 from swd_lens.tasks import Task, load_task
 from swd_lens.tasks.generators import FAMILIES
 from swd_lens.train.baselines import LearnedUnits
@@ -66,7 +67,7 @@ def demo(
     printed: OutputOptions,
 ) -> None:
     """The whole road on the embedded model: factors, hooked units, fidelity, circuits of four tasks, a report. Offline."""
-    steps = plan("load", *study_steps(3, 2, DEFAULT_CONTROLS, saved=True), "look", "write")
+    steps = plan("load", *study_steps(3, 2, DEFAULT_CONTROLS, saved=True), "look", "trust", "write")
     with writing(out, "demo"):
         say("load the embedded model, tasks and text")
         model = load_default_model(kind=host)
@@ -91,7 +92,8 @@ def demo(
             on_step=steps,
             progress=True,
         )
-        _deliver(_with_look_inside(run, model, exact, tasks, out / FOLDER / "attn_qkv"), out, printed)
+        run = _with_look_inside(run, model, exact, tasks, out / FOLDER / "attn_qkv")
+        _deliver(_with_trust(run, model, tasks, last, out / FOLDER / "stability"), out, printed)
 
 
 def _with_look_inside(run: Run, model: Any, exact: Any, tasks: Sequence[Task], kept: Path) -> Run:
@@ -106,6 +108,15 @@ def _with_look_inside(run: Run, model: Any, exact: Any, tasks: Sequence[Task], k
     views, sections = look_inside(model, factors, tasks, graph_task="gendered_pronoun", path_task="greater_than")
     seconds = run.seconds + time.perf_counter() - began
     return replace(run, attention=[*run.attention, *views], extras=sections, seconds=seconds)
+
+
+def _with_trust(run: Run, model: Any, tasks: Sequence[Task], site: str, kept: Path) -> Run:
+    """The demo's run with a section on how far its circuits can be trusted; the card is of the smallest circuit in the site."""
+    began = time.perf_counter()
+    say("trust: nulls, worst cases, the dense model, one matrix varied")
+    calibration, heldout = text_tokens(16_384, split="train"), text_tokens(4_096, split="test")
+    section = look_at_trust(model, run, tasks, heldout, vary=site, calibration_tokens=calibration, out=kept)
+    return replace(run, extras=[section, *run.extras], seconds=run.seconds + time.perf_counter() - began)
 
 
 @command(app, goes_on=True)

@@ -1,0 +1,224 @@
+"""How far to trust a study's circuits: each beside its null, its worst case and the dense model, and one of them varied.
+
+1. `trusted` asks three things of a circuit, on test prompts: do random circuits of as many edges recover as much (null.py), what
+   is left of it where its outside units are partly restored at the worst (attack.py), and what does it recover in the dense
+   model, whose error term stays (transfer.py).
+2. `look_at_trust` does it for the cheapest circuit of SWD on every surface and task of a `Run`; measures each surface's tail of
+   disagreement on text (disagreement.py), and has the units of one matrix varied (stability.py).
+3. All of it is one section of the report: a verdict, and a table of each.
+
+What a surface does not carry has no circuit, and its row says so.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+
+from swd_lens.base.checks import one_of
+from swd_lens.base.progress import tqdm
+from swd_lens.circuits.attack import attack
+from swd_lens.circuits.circuit import Circuit
+from swd_lens.circuits.curve import CostCurve
+from swd_lens.circuits.dense_cache import DenseCache
+from swd_lens.circuits.disagreement import QUANTILES, disagreement
+from swd_lens.circuits.null import circuit_null
+from swd_lens.circuits.transfer import dense_transfer
+from swd_lens.study.run import Run
+from swd_lens.study.section import Cell, ReportSection, SectionTable
+from swd_lens.study.stability import stability
+from swd_lens.study.stability_card import Stability
+from swd_lens.tasks.task import Task
+
+DRAWS = 19  # random circuits, random restorations and noises: the smallest p is 1 / 20
+STEPS, STARTS, PROMPTS = 8, 2, 64  # of an adversary's descent: a weaker one than `attack` has by default, in a tenth of its time
+BEYOND = 0.05  # a p below which a circuit is beyond its null
+HALF = 0.5  # of what it recovers, that a circuit should keep at its worst
+RUNS, NULLS = 6, 1  # of the card: each axis once
+
+COLUMNS = ("recovered", "null p", "at the worst", "attack p", "error term kept", "gap p")
+_WORDS = "blank: the surface does not carry the task, or no circuit of it recovers 0.9"
+
+
+def trusted(
+    model: Any,
+    factors: Any,
+    task: Task,
+    circuit: Circuit,
+    *,
+    n: int = DRAWS,
+    steps: int = STEPS,
+    starts: int = STARTS,
+    max_prompts: int = PROMPTS,
+    seed: int = 0,
+    dense: DenseCache | None = None,
+) -> dict[str, float]:
+    """What one circuit is worth beside its null, its worst case and the dense model, on the task's test prompts (ours).
+
+    Args:
+        model: the host, with these sites not attached.
+        factors: the replacement that the circuit is of.
+        circuit: of a surface that carries the task.
+        n: random circuits, and random restorations; the smallest p is 1 / (n + 1).
+        steps, starts, max_prompts: of the adversary, see `swd_lens.attack`.
+        seed: of all draws.
+        dense: see `swd_lens.evaluate`.
+
+    Returns:
+        A value for each of COLUMNS: "recovered" by the circuit; "null p", of random circuits of as many edges; "at the worst",
+        recovered under attack at the budget `swd_lens.attack` has by default, and its "attack p"; recovered with the "error term
+        kept", and the p of the gap.
+
+    Raises:
+        ValueError: see `swd_lens.circuit_null`, `swd_lens.attack` and `swd_lens.dense_transfer`.
+    """
+    null = circuit_null(model, factors, task, circuit.scores, circuit=circuit, n=n, seed=seed, dense=dense)
+    how = {"steps": steps, "starts": starts, "max_prompts": max_prompts}
+    worst = attack(model, factors, task, circuit, **how, n=n, seed=seed, dense=dense)
+    transfer = dense_transfer(model, factors, task, circuit, seed=seed, dense=dense)
+    kept = transfer.table().set_index("measure").loc["recovered"]
+    values = (worst.own, null.recovered_p, worst.recovered, worst.p, float(kept["error kept"]), transfer.p)
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def look_at_trust(
+    model: Any,
+    run: Run,
+    tasks: Sequence[Task],
+    text: Int[Tensor, "_rows _pos"],
+    *,
+    vary: str | None = None,
+    calibration_tokens: Int[Tensor, "_rows _pos"] | None = None,
+    n: int = DRAWS,
+    runs: int = RUNS,
+    nulls: int = NULLS,
+    out: str | Path | None = None,
+    progress: bool = False,
+) -> ReportSection:
+    """Section "How far to trust this" for a run that has just been made: `replace(run, extras=[*run.extras, section])`.
+
+    Args:
+        model: the host of the run.
+        run: with its curves' scores, as `swd_lens.run_study` returns it; a loaded one has none.
+        tasks: of the run.
+        text: held-out rows, for the tail of disagreement.
+        vary: a surface of one matrix; the units of its smallest circuit get a stability card. None = no card.
+        calibration_tokens: what those units are factorized on.
+        n: random circuits, random restorations and noises beside each; the smallest p is 1 / (n + 1).
+        runs, nulls: of the card.
+        out: a folder that keeps the card's runs, see `swd_lens.stability`.
+        progress: show bars.
+
+    Raises:
+        ValueError: a surface that the run does not have, or a card without text to factorize on; and see `trusted` and
+            `swd_lens.stability`.
+    """
+    if vary is not None:
+        one_of("vary", vary, run.comparisons)
+        if calibration_tokens is None:
+            raise ValueError("vary needs calibration_tokens: the text on which the units are factorized again")
+    # 1. Every surface's and task's cheapest circuit of SWD.
+    by_name, rows = {task.name: task for task in tasks}, []
+    cells = [(surface, name) for surface, comparison in run.comparisons.items() for name in comparison]
+    dense = DenseCache()
+    for surface, name in tqdm(cells, desc="trust", unit="circuit", disable=not progress, leave=False):
+        rows.append(_row_of(model, run, surface, by_name[name], n, dense))
+    # 2. The tail of each surface's sparsest replacement, beside noise.
+    tails = [_tail_of(model, run, surface, text, n, dense) for surface in run.comparisons]
+    # 3. One matrix varied.
+    card = None
+    smallest = min((row for row in rows if row["surface"] == vary and "edges" in row), key=lambda row: row["edges"], default=None)
+    if smallest is not None:
+        how = {"n": runs, "nulls": nulls, "out": out, "progress": progress}
+        card = stability(model, smallest["surface"], by_name[smallest["task"]], tokens=calibration_tokens, **how)
+    return _section(rows, tails, card, n)
+
+
+def _row_of(model: Any, run: Run, surface: str, task: Task, n: int, dense: DenseCache) -> dict[str, Any]:
+    """The row of a surface and a task; without numbers where there is no circuit."""
+    ours = {r.method: r for r in run.replacements if r.surface == surface and not r.control}
+    curves: Mapping[str, CostCurve] = run.comparisons[surface][task.name].curves
+    costs = {method: curves[method].cost_at() for method in ours if method in curves and curves[method].carries}
+    row: dict[str, Any] = {"surface": surface, "task": task.name}
+    priced = {method: cost for method, cost in costs.items() if cost is not None}
+    if not priced:
+        return row
+    method = min(priced, key=lambda each: priced[each])
+    circuit = curves[method].circuit_at()
+    row |= {"method": method, "units": circuit.n_units, "edges": circuit.n_edges}
+    return row | trusted(model, ours[method].factors, task, circuit, n=n, dense=dense)
+
+
+def _tail_of(model: Any, run: Run, surface: str, text: Tensor, n: int, dense: DenseCache) -> tuple[Cell, ...]:
+    """The tail of a surface's sparsest replacement: quantiles of KL, that of noise, and its p."""
+    replacement = run.sparsest(surface)
+    found = disagreement(model, replacement.factors, text, n=n, dense=dense)
+    noise = float(found.table().set_index(["slice", "of"]).loc[("all", "p99.9"), "noise mean"])
+    values = (*(found.value(of) for of in QUANTILES), noise, found.p())
+    return (surface, replacement.method, *(_short(value) for value in values))
+
+
+def _section(
+    rows: Sequence[Mapping[str, Any]], tails: Sequence[tuple[Cell, ...]], card: Stability | None, n: int
+) -> ReportSection:
+    names = ("surface", "task", "method", "units", "edges", *COLUMNS)
+    circuits = SectionTable(
+        f"The cheapest circuit of SWD by surface and task, on test prompts; {_WORDS}",
+        names,
+        tuple(tuple(_cell(row, name) for name in names) for row in rows),
+    )
+    tables = [
+        circuits,
+        SectionTable(
+            "KL of single predictions on held-out text, in nats: quantiles, and noise of equal relMSE and covariance",
+            ("surface", "method", *QUANTILES, "noise p99.9", "p"),
+            tuple(tails),
+        ),
+    ]
+    if card is not None:
+        lines = card.table().to_dict("records")
+        cells = tuple(
+            (line["criterion"], _short(line["value"]), line["threshold"], "yes" if line["met"] else "no", _short(line["null"]))
+            for line in lines
+        )
+        title = f"Stability card: {card.task.replace('_', ' ')} in {card.site}, {len(card.runs)} runs"
+        tables.append(SectionTable(title, ("criterion", "value", "threshold", "met", "null runs"), cells))
+    intro = (verdict_of(rows, card), *(paragraph.format(n=n, least=n + 1) for paragraph in _INTRO))
+    return ReportSection("How far to trust this", intro, (), tuple(tables), "How far to trust this")
+
+
+_INTRO = (
+    "Null p: of random circuits of as many edges, how many recover as much (of {n}, the smallest p is 1/{least}). "
+    "At the worst: what is left where an adversary, fitted on validation prompts, restores a tenth of the outside units in part; its p "
+    "is beside random restorations. Error term kept: the same ablations in the dense model, whose error term stays; its p is of "
+    "the gap, by sign flips over prompts.",
+    "The tail says how far single predictions are from the dense model's, which a mean hides. Noise of the same size and "
+    "covariance has the p99.9 beside it: below it the errors are kinder than chance, above it they fall on what matters.",
+)
+
+
+def verdict_of(rows: Sequence[Mapping[str, Any]], card: Stability | None) -> str:
+    """Sum up in one or two sentences: circuits beyond their null, circuits that keep half at the worst, the card."""
+    asked = [row for row in rows if "edges" in row]
+    beyond = sum(row["null p"] <= BEYOND for row in asked)
+    keep = sum(row["at the worst"] >= HALF * row["recovered"] for row in asked)
+    said = (
+        f"Of {len(asked)} circuits, {beyond} recover more than random circuits of their size (p ≤ {BEYOND:g}; no correction for "
+        f"how many are asked), and {keep} keep half of what they recover under the worst partial ablation found."
+        if asked
+        else "No surface carries a task by a circuit that could be asked."
+    )
+    return said if card is None else f"{said} {card.verdict}"
+
+
+def _cell(row: Mapping[str, Any], name: str) -> Cell:
+    value = row.get(name)
+    return value.replace("_", " ") if name == "task" else _short(value) if isinstance(value, float) else value
+
+
+def _short(value: Any) -> Cell:
+    number = float(value)
+    return None if math.isnan(number) else "∞" if math.isinf(number) else float(f"{number:.3g}")
