@@ -24,10 +24,14 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 LINE_STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 NEGATIVE, POSITIVE, ATTENTION = PALETTE[:3]
 # The three for style sheets, which lay them out at several strengths: rgba(var(--plus), .3).
-SIGN_STYLE = "; ".join(
-    f"--{name}: {', '.join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))}"
-    for name, colour in (("plus", POSITIVE), ("minus", NEGATIVE), ("unsigned", ATTENTION))
-)
+def _sign_style(plus: str, minus: str, unsigned: str) -> str:
+    colours = {"plus": plus, "minus": minus, "unsigned": unsigned}
+    return "; ".join(f"--{name}: {', '.join(str(int(c[i : i + 2], 16)) for i in (1, 3, 5))}" for name, c in colours.items())
+
+
+SIGN_STYLE = _sign_style(POSITIVE, NEGATIVE, ATTENTION)
+# On a dark ground, where the blue and the green of above are too dark for thin lines: the hues, lighter.
+SIGN_STYLE_DARK = _sign_style("#ff9a52", "#6bbcf5", "#3fd6a8")
 INK, GRID = "#222222", "#88888855"  # INK becomes the page's text colour in SVG
 INK_ON_FILL = "#1b1f24"  # of text on a filled box, which has the same colour on every page
 # What has no sign, and what has one. Zero is transparent, so that it is the page's own ground; both keep their order in grey.
