@@ -3,11 +3,16 @@
 1. One reference page for each public name of swd_lens, from its docstring; the build ends where a public function has no
    docstring, or one that raises has no "Raises:".
 2. Pages that live elsewhere in the repository: MODELS.md, CHANGELOG.md, RESULTS.md. Links out of them lead to the repository.
+3. One page for each notebook, with the outputs that it is committed with. What an output shows as HTML or SVG goes into the page
+   after everything else is made of it (`on_post_page`), so that neither Markdown nor the search index sees it.
 """
 
 import ast
+import html
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -20,6 +25,7 @@ COPIED = {
     "changelog.md": PACKAGE / "CHANGELOG.md",
     "results.md": PACKAGE.parent / "tests" / "benchmarks" / "RESULTS.md",
 }
+NOTEBOOKS = sorted((PACKAGE.parent / "notebooks").glob("*.ipynb"))
 GROUPS = {"PUBLIC": "The calls", "ALIASES": "Further calls", "TYPES": "Results", "ERRORS": "Errors and warnings"}
 SPACES = "Namespaces"
 
@@ -86,6 +92,11 @@ def reference_pages() -> dict[str, str]:
 
 def copied_page(source: Path) -> str:
     """The text of a document of the repository, with links that work on the site."""
+    return _with_links(source.read_text(encoding="utf-8"), source)
+
+
+def _with_links(text: str, source: Path, up: str = "") -> str:
+    """Markdown of a document, or of a notebook, whose page lies as far down as `up` leads up."""
     folder = source.parent.relative_to(PACKAGE.parent)
 
     def elsewhere(match: re.Match[str]) -> str:
@@ -94,25 +105,70 @@ def copied_page(source: Path) -> str:
             return match[0]
         for page, document in COPIED.items():
             if target.partition("#")[0].endswith(document.name):
-                return f"]({page}{target[target.find('#') :] if '#' in target else ''})"
+                return f"]({up}{page}{target[target.find('#') :] if '#' in target else ''})"
         path = (PACKAGE.parent / folder / target).resolve().relative_to(PACKAGE.parent.resolve())
         return f"]({REPOSITORY}/{path})"
 
-    return re.sub(r"\]\(([^)\s]+)\)", elsewhere, source.read_text(encoding="utf-8"))
+    return re.sub(r"\]\(([^)\s]+)\)", elsewhere, text)
+
+
+# ---------------------------------------------------------------------------------------------- notebooks
+
+_OUTPUTS: dict[str, str] = {}  # placeholder -> what stands there in the finished page
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def notebook_page(path: Path) -> str:
+    """A notebook as Markdown: its text, its code, and of its outputs text, or a placeholder for HTML and SVG."""
+    parts = []
+    for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(_with_links(source, path, "../"))
+        else:
+            parts.append(f"```python\n{source}\n```")
+            parts += [_output(output, f"{path.stem}-{number}-{i}") for i, output in enumerate(cell["outputs"])]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _output(output: dict[str, Any], name: str) -> str:
+    data = output.get("data", {})
+    shown = next((data[kind] for kind in ("text/html", "image/svg+xml") if kind in data), None)
+    if shown is not None:
+        placeholder = f"swd-output-{name}"
+        _OUTPUTS[placeholder] = f'<div class="swd-output" style="overflow-x:auto">{"".join(shown)}</div>'
+        return f'<div id="{placeholder}"></div>'
+    text = _ANSI.sub("", "".join(output.get("text", data.get("text/plain", ""))))
+    return f'<pre class="swd-output"><code>{html.escape(text.rstrip())}</code></pre>' if text.strip() else ""
+
+
+def notebook_pages() -> dict[str, str]:
+    return {f"notebooks/{path.stem}.md": notebook_page(path) for path in NOTEBOOKS}
+
+
+def on_post_page(output: str, page: Any, config: MkDocsConfig) -> str:
+    """Put the notebooks' outputs in the places that were kept for them."""
+    return re.sub(r'<div id="(swd-output-[\w-]+)"></div>', lambda match: _OUTPUTS[match[1]], output)
+
+
+# ---------------------------------------------------------------------------------------------- the build
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    pages = {**reference_pages(), **{page: copied_page(source) for page, source in COPIED.items()}}
+    pages = {**reference_pages(), **notebook_pages(), **{page: copied_page(source) for page, source in COPIED.items()}}
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the reference pages where the navigation says "reference/"."""
+    """Put the reference pages where the navigation says "reference/", the notebooks where it says "notebooks/"."""
     pages = [{Path(page).stem: page} for page in reference_pages() if not page.endswith("index.md")]
-    reference = {"Reference": ["reference/index.md", *pages]}
-    config.nav = [
-        reference if isinstance(item, dict) and item.get("Reference") == "reference/" else item for item in config.nav or []
-    ]
+    made = {"reference/": ["reference/index.md", *pages], "notebooks/": list(notebook_pages())}
+
+    def listed(item: Any) -> Any:
+        [(name, where)] = item.items() if isinstance(item, dict) else [("", "")]
+        return {name: made[where]} if isinstance(where, str) and where in made else item
+
+    config.nav = [listed(item) for item in config.nav or []]
     return config
