@@ -206,7 +206,8 @@ def _skill_table(screened: Iterable[TaskScreen]) -> pd.DataFrame:
 
 @with_torch_defaults
 def skill(model: Any, tasks: Task | Sequence[Task], *, batch_size: int = 64) -> pd.DataFrame:
-    """How well the host does tasks, on their test prompts: share right, mean margin, and a remark where a circuit says little.
+    """How well the host does tasks, on their test prompts: share right, mean margin, and a remark where a circuit
+    says little (ours).
 
     Args:
         model: the host, or one with units attached, which are then judged.
@@ -235,7 +236,7 @@ def screen(
     tokens_per_forward: int = 2_048,
     progress: bool = False,
 ) -> Screen:
-    """Which sites and surfaces of a host its tasks need.
+    """Which sites and surfaces of a host its tasks need (ours: mean ablation of sites).
 
     Args:
         model: the dense host; it is left as it was.
