@@ -74,7 +74,7 @@ def test_every_public_name_has_a_page_whose_docstring_has_all_that_it_needs(site
     names = {name for homes in site.public_names().values() for name in homes}
     assert {*swd.__all__} - {"__version__"} <= names | {*site_spaces()}
     own = [name for group, homes in site.public_names().items() if group != "ERRORS" for name in homes]
-    assert all(f"Defined in [swd_lens/" in pages[f"reference/{name}.md"] for name in own) and len(own) > 100
+    assert all("Defined in [swd_lens/" in pages[f"reference/{name}.md"] for name in own) and len(own) > 100
 
 
 def site_spaces() -> list[str]:
@@ -127,3 +127,16 @@ def test_a_notebook_becomes_a_page_with_its_outputs(site):
     assert len(site.notebook_pages()) == 10
     links = re.findall(r"\]\(([^)\s]+)\)", "".join(site.notebook_pages().values()))
     assert links and all("://" in link or link.startswith(("../results.md", "../changelog.md", "../models.md")) for link in links)
+
+
+def test_names_that_are_described_together_become_entries_of_their_own():
+    pytest.importorskip("griffe")
+    spec = importlib.util.spec_from_file_location("swd_lens_names", PAGES.parent / "names.py")
+    assert spec and spec.loader
+    names = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(names)
+    text = "F.\n\nArgs:\n    a, b: of both,\n        and more.\n    c: alone, d: it says.\n\nReturns:\n    x, y: a pair.\n"
+    expected = text.replace(
+        "    a, b: of both,\n        and more.\n", "    a: of both,\n        and more.\n    b: of both,\n        and more.\n"
+    )
+    assert names.apart(text) == expected

@@ -24,6 +24,8 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 LINE_STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 MARKERS = "os^Dv*X"
 NEGATIVE, POSITIVE, ATTENTION = PALETTE[:3]
+
+
 # The three for style sheets, which lay them out at several strengths: rgba(var(--plus), .3).
 def _sign_style(plus: str, minus: str, unsigned: str) -> str:
     colours = {"plus": plus, "minus": minus, "unsigned": unsigned}

@@ -1,8 +1,8 @@
 """Hooks of the documentation site (mkdocs.yml): pages that are made of the package itself.
 
 1. One reference page for each public name of swd_lens, from its docstring, with a link to where it is defined; the build ends
-   where a public name has no docstring, where one that raises has no "Raises:", where an array has no shape (jaxtyping, or words),
-   and where a function does not say whose method it is: the paper's, somebody's, or ours.
+   where a public name has no docstring, where one that raises has no "Raises:", where an array has no shape (jaxtyping, or
+   words), and where a function does not say whose method it is: the paper's, somebody's, or ours.
 2. Pages that live elsewhere in the repository: MODELS.md, CHANGELOG.md, RESULTS.md. Links out of them lead to the repository.
 3. One page for each notebook, with the outputs that it is committed with. What an output shows as HTML or SVG goes into the page
    after everything else is made of it (`on_post_page`), so that neither Markdown nor the search index sees it.
@@ -63,7 +63,9 @@ def source_of(home: str) -> Path:
 
 
 # Whose method a function is, as its docstring says it. Those that read, write and look up have none.
-SOURCE = re.compile(r"paper|method\.md|\bours\b|RESULTS\.md|tests/benchmarks|TransformerLens|SAELens|circuit-tracer|\(\d{4}\)|https?:")
+SOURCE = re.compile(
+    r"paper|method\.md|\bours\b|RESULTS\.md|tests/benchmarks|TransformerLens|SAELens|circuit-tracer|\(\d{4}\)|https?:"
+)
 NO_METHOD = {"load_default_model", "find_sites", "text_tokens", "stream_rows", "detach", "dashboard", "draw", "save_checkpoint"}
 _ARRAY, _SHAPED = re.compile(r"\bTensor\b|\bndarray\b"), re.compile(r"\b(?:Float|Int|Bool|Shaped|Num)\[")
 
@@ -72,7 +74,9 @@ def shapes_missing(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
     """Arrays of a public function, or of a class' fields and methods, whose shape neither jaxtyping nor the docstring gives."""
     about = ast.get_docstring(node) or ""
     if isinstance(node, ast.FunctionDef):
-        annotated = [(each.arg, each.annotation) for each in (*node.args.args, *node.args.kwonlyargs)] + [("returns", node.returns)]
+        annotated = [(each.arg, each.annotation) for each in (*node.args.args, *node.args.kwonlyargs)] + [
+            ("returns", node.returns)
+        ]
     else:
         annotated = [(ast.unparse(each.target), each.annotation) for each in node.body if isinstance(each, ast.AnnAssign)]
     missing = []
@@ -80,7 +84,9 @@ def shapes_missing(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
         kind = "" if annotation is None else ast.unparse(annotation)
         if not _ARRAY.search(kind) or _SHAPED.search(kind) or name.startswith("_") or "Sequence" in kind:
             continue
-        said = re.search(rf"\b{name}\b[^.]*?\(\w+,[\w, ]*\)", about) or (name == "returns" and re.search(r"\(\w+,[\w, ]*\)|shape", about))
+        said = re.search(rf"\b{name}\b[^.]*?\(\w+,[\w, ]*\)", about) or (
+            name == "returns" and re.search(r"\(\w+,[\w, ]*\)|shape", about)
+        )
         missing += [] if said else [f"{node.name}: {name}: {kind}"]
     if isinstance(node, ast.ClassDef):
         methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")]

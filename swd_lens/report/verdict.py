@@ -85,7 +85,9 @@ def _cheapest(contests: list[_Contest], subject: Replacement, recovered: float, 
             won.setdefault(contest.winner, []).append(contest)
     if not won:
         which = "that behaves like it " if any(contest.worse for contest in contests) else ""
-        return f"No circuit of {subject.method}, or of another method {which}beside it, recovers {percent(recovered, 0)} of a task."
+        return (
+            f"No circuit of {subject.method}, or of another method {which}beside it, recovers {percent(recovered, 0)} of a task."
+        )
     parts = []
     for winner, of_winner in sorted(won.items(), key=lambda item: -len(item[1])):
         cases = [_case(contest, surfaces) for contest in of_winner]

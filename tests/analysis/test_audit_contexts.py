@@ -185,7 +185,7 @@ def test_an_audit_says_how_its_contexts_are_kept_apart(default_model):
     assert f"at most one per document ({found.settings['documents']} documents)" in str(found)
     few = audit(default_model, factors, rows[:, :12], units=[unit], n=10, progress=False)
     known = few.settings["documents"]
-    assert ("fewer than the 10 contexts" in str(few)) == (known is not None and known < 10)
+    assert ("each document's largest first" in str(few)) == (known is not None and known < 10)
     alone = audit(default_model, factors, rows.masked_fill(rows == 1, 5), units=[unit], n=10, progress=False)
     assert alone.settings["documents"] is None
     assert "documents are not known" in str(alone) and "documents are not known" in alone._repr_html_()

@@ -204,7 +204,8 @@ def test_it_opens_on_the_whole_graph_says_what_it_shows_and_counts_alike(
     path = opened(browser, small.graph.show(), tmp_path, width=size[0], height=size[1])
     left, top, width, height = place(browser, "document.querySelector('.frame')")
     boxes = browser.value(
-        "[...document.querySelectorAll('.node .box')].map(b => b.getBoundingClientRect()).map(r => [r.left, r.top, r.right, r.bottom])"
+        "[...document.querySelectorAll('.node .box')].map(b => b.getBoundingClientRect())"
+        ".map(r => [r.left, r.top, r.right, r.bottom])"
     )
     assert len(boxes) == n_nodes
     assert all(left <= a and top <= b and c <= left + width and d <= top + height for a, b, c, d in boxes)

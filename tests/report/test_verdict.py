@@ -46,8 +46,8 @@ def test_the_winner_of_each_task_is_named_with_its_edges_and_the_next(monkeypatc
     tasks["c"] = {"SWD": curve(50, "c"), "neurons": curve(20, "c")}
     first, second = verdict(run_of(monkeypatch, {"mlp": tasks}, {"SWD": 0.002, "neurons": 0.0, "SVD": 0.0}))
     assert first == (
-        "Fewest active edges for a circuit that recovers 90%: SWD for a b (40 edges; next, neurons: 90). neurons for c (20 edges; "
-        "next, SWD: 50)."
+        "Fewest active edges for a circuit that recovers 90%: SWD for a b (40 edges; next, neurons: 90). neurons for c (20 "
+        "edges; next, SWD: 50)."
     )
     assert second == "SWD at mlp moves cross-entropy on held-out text by +0.0020 ± 0.0005 nats, KL 0.0020."
 

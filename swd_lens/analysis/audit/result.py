@@ -368,7 +368,7 @@ def kept_apart(settings: Mapping[str, Any]) -> str:
             f"{rows} per row"
         )
     if documents < n:
-        return f"contexts: the text has {documents:,} documents, fewer than the {n} contexts of a unit: each document's largest first"
+        return f"contexts: each document's largest first (the text has {documents:,} documents, a unit {n} contexts)"
     return f"contexts: at most one per document ({documents:,} documents)"
 
 
