@@ -74,8 +74,8 @@ def audit(
         units: names ("blocks.2.mlp_out/5"), pairs (site, index), a table or circuit of them, and patterns of sites ("blocks.2.*",
             "mlp_out"); None = every unit of the set.
         n: contexts per unit, by |z|; of different documents, as far as the text has so many. Documents are told by the
-            end-of-text token between them, as `load_text` puts it (`settings["documents"]`: how many; None: there is none, so that contexts
-            may be of one document, and only `per_row` keeps them apart).
+            end-of-text token between them, as `load_text` puts it (`settings["documents"]`: how many; None: there is none, so
+            that contexts may be of one document, and only `per_row` keeps them apart).
         scores: task -> UnitScores, or one alone; of these very factors. They are shown, and say nothing about the contexts.
         labels: what the units are called, see `Audit.with_labels`.
         before, after: tokens shown on either side of a peak.

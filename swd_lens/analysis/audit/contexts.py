@@ -219,7 +219,7 @@ _NONE = -2.0
 
 
 def sort_keys(value: Float[Tensor, "unit place"], document: Int[Tensor, "unit place"]) -> Float[Tensor, "unit place"]:
-    """Keys to sort places by: their values; of several places of one document all but the largest from -1 to 0, by value, too; and
+    """Keys to sort places by: their values; of several places of one document, all but the largest from -1 to 0, by value; and
     where there is no place (a value below 0) still less."""
     order = value.sort(dim=1, descending=True, stable=True).indices
     by_document = document.gather(1, order).sort(dim=1, stable=True)  # a document's places stand together, the largest first
