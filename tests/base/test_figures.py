@@ -35,7 +35,7 @@ def test_literal():
 def test_the_columns_of_a_table_become_curves_over_its_index():
     table = pd.DataFrame({"a_$b": [1.0, -2.0, 3.0], "c": [0.5, 0.5, 0.5]}, index=[0, 4, 9])
     [ax] = line_figure(table, "units", "logits").axes
-    drawn = [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in ax.lines]
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines]
     assert drawn[:2] == [([0, 4, 9], [1.0, -2.0, 3.0]), ([0, 4, 9], [0.5, 0.5, 0.5])]
     assert len(drawn) == 3 and list(ax.lines[2].get_ydata()) == [0, 0]  # both signs: a line at zero
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("units", "logits") and len(ax.get_legend().get_texts()) == 2
