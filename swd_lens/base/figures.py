@@ -22,12 +22,19 @@ from swd_lens.base.errors import visible_lines
 # Okabe and Ito's palette, darkest first; curves also differ in line style, so that print in grey still reads.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINE_STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+MARKERS = "os^Dv*X"
 NEGATIVE, POSITIVE, ATTENTION = PALETTE[:3]
+
+
 # The three for style sheets, which lay them out at several strengths: rgba(var(--plus), .3).
-SIGN_STYLE = "; ".join(
-    f"--{name}: {', '.join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))}"
-    for name, colour in (("plus", POSITIVE), ("minus", NEGATIVE), ("unsigned", ATTENTION))
-)
+def _sign_style(plus: str, minus: str, unsigned: str) -> str:
+    colours = {"plus": plus, "minus": minus, "unsigned": unsigned}
+    return "; ".join(f"--{name}: {', '.join(str(int(c[i : i + 2], 16)) for i in (1, 3, 5))}" for name, c in colours.items())
+
+
+SIGN_STYLE = _sign_style(POSITIVE, NEGATIVE, ATTENTION)
+# On a dark ground, where the blue and the green of above are too dark for thin lines: the hues, lighter.
+SIGN_STYLE_DARK = _sign_style("#ff9a52", "#6bbcf5", "#3fd6a8")
 INK, GRID = "#222222", "#88888855"  # INK becomes the page's text colour in SVG
 INK_ON_FILL = "#1b1f24"  # of text on a filled box, which has the same colour on every page
 # What has no sign, and what has one. Zero is transparent, so that it is the page's own ground; both keep their order in grey.
@@ -77,6 +84,24 @@ def family_style(family: int, member: int = 0) -> dict:
     # A second round of colours begins with other line styles.
     line = member + 3 * (family // len(PALETTE))
     return {"color": PALETTE[family % len(PALETTE)], "linestyle": LINE_STYLES[line % len(LINE_STYLES)]}
+
+
+def line_figure(table: Any, x: str, y: str, *, title: str = "") -> Figure:
+    """The columns of a table of numbers as curves over its index, with a line at zero where they have both signs.
+
+    Args:
+        table: a pandas DataFrame; its columns' names are the legend.
+        x, y: what its index and its values are.
+    """
+    figure, axes = new_figure(width=7.4)
+    ax = axes[0, 0]
+    for i, name in enumerate(table.columns):
+        ax.plot(table.index, table[name], marker=MARKERS[i % len(MARKERS)], markersize=3, label=literal(str(name)), **style(i))
+    if float(table.min().min()) < 0 < float(table.max().max()):
+        ax.axhline(0, color=UNDEFINED[:7], linewidth=0.8)
+    ax.set(xlabel=x, ylabel=y, title=title)
+    ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
 
 
 def svg(figure: Figure) -> str:

@@ -217,7 +217,7 @@ def replaced(z: Float[Tensor, "*batch pos unit"], mask: Mask, value: Tensor, pos
 
 @with_torch_defaults
 def intervention_hooks(scores: UnitScores, units: Any, mode: str = "keep", *, ablation: str = "mean") -> list[tuple[str, Any]]:
-    """Hooks for `model.run_with_hooks(tokens, fwd_hooks=...)` that keep or ablate a set of units.
+    """Hooks for `model.run_with_hooks(tokens, fwd_hooks=...)` that keep or ablate a set of units (paper §protocol).
 
     They act where the scores were taken: at the last position, or at all of them. The factors must be attached. `units` are
     names, pairs, a table or a circuit.

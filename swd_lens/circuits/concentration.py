@@ -73,7 +73,7 @@ def concentration(
     seed: int = 0,
     exclude: Any = None,
 ) -> Concentration:
-    """How few edges carry what these units do to the next token of a text.
+    """How few edges carry what these units do to the next token of a text (ours).
 
     Low is good: one unit has the effect, or few sparse ones. Compare replacements of the same sites at about the same CE.
 

@@ -334,7 +334,8 @@ def evaluate_circuits(
     tokens_per_forward: int = 16_384,
     dense: DenseCache | None = None,
 ) -> pd.DataFrame:
-    """Measure circuits on test prompts: one row per circuit, with the columns of `CostCurve.rows` and "circuit", its name.
+    """Measure circuits on test prompts: one row per circuit, with the columns of `CostCurve.rows` and "circuit", its
+    name (paper §protocol).
 
     Args:
         circuits: one, or several by name, all found with the same scores.

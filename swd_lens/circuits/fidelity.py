@@ -48,7 +48,7 @@ _STAGES = "runs in stages"
 _OUTPUT_BYTES = 2**29  # of the dense outputs of all replaced sites
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Fidelity(Record):
     """Replacement metrics; cross-entropies and KL in nats per predicted token.
 
@@ -152,7 +152,15 @@ class Fidelity(Record):
         below = " and ".join(self.below_floor)
         marked = f"; {below}: not above what the host's dtype rounds off" if below else ""
         se = "" if se is None else f"± {se:.4f} "
-        return f"{of}{left_out}: CE delta {self.ce_delta:+.4f} {se}nats{marked}"
+        return f"{of}{left_out}: CE delta {self.ce_delta:+.4f} {se}nats, KL {self.kl:.3g} nats{marked}"
+
+    def __repr__(self) -> str:
+        """The title, then relMSE of each site in execution order, on the dense host's inputs beside it where measured."""
+        lines = [f"{self.title()}, top-1 agreement {self.top1_agreement:.1%}"]
+        for site, error in self.relmse.items():
+            local = f" (local {self.local_relmse[site]:.3g})" if site in self.local_relmse else ""
+            lines.append(f"  {site}: relMSE {error:.3g}{local}")
+        return "\n".join(lines)
 
     def parts(self) -> tuple[Any, ...]:
         sites = pd.DataFrame({"site": list(self.relmse), "relMSE": list(self.relmse.values())})

@@ -133,7 +133,8 @@ def refine(
     robust: bool | float = False,
     progress: bool = False,
 ) -> Refinement:
-    """Search for a cheaper circuit than the best prefix, which reaches the same threshold on prompts it was not searched on.
+    """Search for a cheaper circuit than the best prefix, which reaches the same threshold on prompts it was not
+    searched on (ours).
 
     Args:
         model: the host, with these sites not attached.

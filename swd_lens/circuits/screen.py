@@ -6,6 +6,7 @@
 3. `skill` is how well a host does its tasks, alone.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,8 +98,21 @@ class Screen(SavedRecord):
     surfaces: Mapping[str, tuple[str, ...]]
     settings: Mapping[str, Any]
 
+    def title(self) -> str:
+        return f"Screen of {', '.join(self.tasks)}: {len(self.sites)} sites, {len(self.surfaces)} surfaces"
+
     def __repr__(self) -> str:
-        return f"Screen({', '.join(self.tasks)}: {len(self.sites)} sites, {len(self.surfaces)} surfaces)"
+        """The title, and for each task how well the host does it and what it needs most."""
+        return "\n".join([self.title(), *(f"  {self._in_words(screened)}" for screened in self.tasks.values())])
+
+    def _in_words(self, screened: TaskScreen) -> str:
+        right = "" if math.isnan(screened.right) else f", right {screened.right:.0%}"
+        done = f"{screened.task}: margin {screened.margin:.2f} logits{right}"
+        if screened.margin <= 0:
+            return f"{done}; {screened.remark}"
+        label, _ = self._needed(screened)
+        costs = f"{screened.dropped(label):.2f} ± {screened.errors[label]:.2f} logits ({1 - screened.kept(label):.0%})"
+        return f"{done}; needs {label} most: {costs} lost without it"
 
     def skill(self) -> pd.DataFrame:
         """How well the dense host does each task."""
@@ -123,18 +137,28 @@ class Screen(SavedRecord):
 
     def choose(self) -> dict[str, list[str]]:
         """Label -> site names, for a study: the site that costs each task most, or, where none costs a tenth of the margin, the
-        surface that does. Tasks that the host does not do choose nothing."""
-        chosen: dict[str, list[str]] = {}
+        surface that does. Tasks that the host does not do choose nothing; `chosen` says whose choice each is."""
+        return dict(self._needed(screened) for screened in self.tasks.values() if screened.margin > 0)
+
+    def chosen(self) -> pd.DataFrame:
+        """Whose `choose` is what: a row per task with the label of its site or surface, the sites, and what is kept and lost
+        without them (logits, with its standard error); a task that the host does not do has none."""
+        rows = []
         for screened in self.tasks.values():
-            if screened.margin <= 0:
-                continue
-            site = max(self.sites, key=screened.dropped)
-            if self.surfaces and screened.dropped(site) < _MATTERS * abs(screened.margin):
-                surface = max(self.surfaces, key=screened.dropped)
-                chosen[surface] = list(self.surfaces[surface])
+            if screened.margin > 0:
+                label, sites = self._needed(screened)
+                rows.append(_row(screened, label) | {"sites": ", ".join(sites)})
             else:
-                chosen[site] = [site]
-        return chosen
+                rows.append({"task": screened.task, "sites": ""})
+        return pd.DataFrame(rows, columns=["task", "without", "sites", "kept", "lost (logits)", "±", "right"])
+
+    def _needed(self, screened: TaskScreen) -> tuple[str, list[str]]:
+        """Label and sites of what costs one task most: a site, or a surface where no site costs a tenth of the margin."""
+        site = max(self.sites, key=screened.dropped)
+        if self.surfaces and screened.dropped(site) < _MATTERS * abs(screened.margin):
+            surface = max(self.surfaces, key=screened.dropped)
+            return surface, list(self.surfaces[surface])
+        return site, [site]
 
     def plot(self, tasks: Iterable[str] | None = None):
         """Draw the cost of each site to each task (None: all tasks), a heat map of layers by kind; a matplotlib Figure."""
@@ -158,7 +182,7 @@ class Screen(SavedRecord):
         places = {"scoring": "the scoring position", "all": "all positions", "each": "each position, its own mean"}
         where = places[self.settings["positions"]]
         note = f"kept: share of the margin left while the outputs are their means over the prompts, at {where}."
-        return (self.skill(), self.plot(), self.table(), note)
+        return (self.skill(), "What each task needs most (.choose()):", self.chosen(), self.plot(), self.table(), note)
 
 
 def _row(screened: TaskScreen, name: str) -> dict[str, Any]:
@@ -182,7 +206,8 @@ def _skill_table(screened: Iterable[TaskScreen]) -> pd.DataFrame:
 
 @with_torch_defaults
 def skill(model: Any, tasks: Task | Sequence[Task], *, batch_size: int = 64) -> pd.DataFrame:
-    """How well the host does tasks, on their test prompts: share right, mean margin, and a remark where a circuit says little.
+    """How well the host does tasks, on their test prompts: share right, mean margin, and a remark where a circuit
+    says little (ours).
 
     Args:
         model: the host, or one with units attached, which are then judged.
@@ -211,7 +236,7 @@ def screen(
     tokens_per_forward: int = 2_048,
     progress: bool = False,
 ) -> Screen:
-    """Which sites and surfaces of a host its tasks need.
+    """Which sites and surfaces of a host its tasks need (ours: mean ablation of sites).
 
     Args:
         model: the dense host; it is left as it was.

@@ -85,7 +85,7 @@ def allocate(
     progress: bool = True,
     **options: Any,
 ) -> Allocation:
-    """Allocate the budget of equal sparsity over matrices so that the replaced model loses least.
+    """Allocate the budget of equal sparsity over matrices so that the replaced model loses least (ours).
 
     It costs len(grid) solves per matrix and passes over `tokens` for the Grams (one if they fit `gram_bytes` together), and
     by="kl" also len(grid) passes over `judge` per matrix, from its block on, and two of the dense host. Held at a time: the

@@ -191,7 +191,7 @@ def estimate(
     weigh_outputs: bool = False,
     **options: Any,
 ) -> Estimate:
-    """Memory and time that `factorize` with these arguments will take, without starting it.
+    """Memory and time that `factorize` with these arguments will take, without starting it (ours).
 
     Args:
         model: the host; or, where it is not loaded, the shapes of its matrices: name -> (d_in, d_out), or one (d_in, d_out).

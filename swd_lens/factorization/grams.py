@@ -89,7 +89,8 @@ def collect_grams(
     residuals: Residuals | None = None,
     exclude: Any = None,
 ) -> Grams:
-    """Stream tokens through the host as it is now (attached units included) and average h^T h at every site, in one pass.
+    """Stream tokens through the host as it is now (attached units included) and average h^T h at every site, in one
+    pass (method.md §5.2).
 
     Args:
         model: the host.

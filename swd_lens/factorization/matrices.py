@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from swd_lens.base.checks import one_of
 from swd_lens.base.errors import SparsityError, SpecError, UnknownSiteError, legible, quoted
 from swd_lens.base.settings import AUTO
 from swd_lens.hosts.sites import NEURON_SIDE, Pattern, Site, base_kind, is_site_name, select_sites, split_name
-from swd_lens.solver import PRESETS, AnnealSpec
+from swd_lens.solver import BASES, PRESETS, AnnealSpec
 from swd_lens.solver.validate import is_number
 
 NEURONS = "neurons"  # the basis that is an MLP's neurons, whichever side they are
@@ -93,10 +94,16 @@ def basis_of_each(sites: Sequence[Site], basis: Any) -> dict[str, str]:
 
     Raises:
         UnknownSiteError: a key matches none of the sites.
-        SpecError: a site with two different ones.
+        SpecError: a site with two different ones, or none that there is; all are listed.
     """
     if basis is None:
         return {}
+    choices = (*BASES, NEURONS)
+    if isinstance(basis, Mapping):
+        for pattern, each in basis.items():
+            one_of(f"the basis of {legible(str(pattern))} in a mapping", each, choices, SpecError)
+    else:
+        one_of("basis (or a mapping from site names or patterns)", basis, (*choices, AUTO), SpecError)
     given: dict[str, str] = {}
     for pattern, each in basis.items() if isinstance(basis, Mapping) else [("all", basis)]:
         for site in _matching(sites, pattern):

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from swd_lens.analysis.audit import Audit, UnitProfile, unit_html
 from swd_lens.analysis.audit.drawing import number, unit_style, words_html
+from swd_lens.analysis.audit.result import kept_apart
 from swd_lens.base import __version__
 from swd_lens.base.errors import legible
 from swd_lens.base.files import write_text
@@ -146,6 +147,7 @@ def _render(
 ) -> str:
     facts = [f"{count(settings['tokens'])} tokens of text"] if "tokens" in settings else []
     facts += [f"SHA-256 of the tokens {settings['tokens_sha256'][:12]}…"] if "tokens_sha256" in settings else []
+    facts += [words] if (words := kept_apart(settings)) else []
     facts += [f"made by swd_lens {__version__}"]
     page = template("dashboard").render(
         title=title,

@@ -26,6 +26,7 @@ from swd_lens.circuits.screen import remark_of
 from swd_lens.report import plots, wording
 from swd_lens.report.looks import looks_of
 from swd_lens.report.recipe import load_code, run_code
+from swd_lens.report.verdict import verdict
 from swd_lens.report.wording import headline, main_replacement, methods_of
 from swd_lens.study import Run
 from swd_lens.study.run_file import Replacement
@@ -103,7 +104,7 @@ def encodable(page: str) -> str:
 
 
 def _results(run: Run) -> Iterator[Section]:
-    yield Section("results", "Results", {"headline": headline(run), "main": main_replacement(run)})
+    yield Section("results", "Results", {"verdict": verdict(run), "headline": headline(run), "main": main_replacement(run)})
 
 
 def _what(run: Run) -> Iterator[Section]:

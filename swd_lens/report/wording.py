@@ -29,7 +29,7 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 COSTS = {"edges": "active edges", "units": "units"}
 # Sparsities that are this close were asked for as the same: K is a whole number, and some solvers leave an edge or two out.
 _SAME_SPARSITY = 0.01
-_FEW = 4  # cases that a sentence names one by one
+FEW = 4  # cases that a sentence names one by one
 # What a family of tasks asks; tasks that are not listed speak for themselves by name.
 TASK_QUESTIONS = {
     "ioi": "Indirect object identification: “When Mary and John went out, John gave a book to” – is it Mary?",
@@ -242,7 +242,7 @@ def cost_sentences(
     cases = plural(len(own), "case")
     nothing = [f"{readable(c.task)} ({c.surface})" for c in own.values() if not c.carries]
     if nothing:
-        whom = conjunction(nothing) if len(nothing) <= _FEW else f"{len(nothing)} of {cases}"
+        whom = conjunction(nothing) if len(nothing) <= FEW else f"{len(nothing)} of {cases}"
         yield (
             f"Not carried: {whom}. There the margin with every unit at its reference activation is that with all of them, to "
             "within the error or a twentieth of the model's, and no circuit has a cost."
@@ -292,7 +292,7 @@ def _contest(
         caveats.append(f"in {unlike} of {n}, its cross-entropy or KL is worse: no fair match")
     caveat = f" ({'; '.join(caveats)})" if caveats else ""
     dearer = [f"{readable(c.task)} ({c.surface})" for c, ratio in contested if ratio < 1]
-    lost = f"; more for {conjunction(dearer)}" if n > 1 and 0 < len(dearer) <= _FEW else ""
+    lost = f"; more for {conjunction(dearer)}" if n > 1 and 0 < len(dearer) <= FEW else ""
     return f"{method} needs {_ratio(statistics.median(ratios))} {control}{more}{lost}{caveat}."
 
 

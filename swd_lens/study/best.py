@@ -188,7 +188,7 @@ def best_circuit(
     seed: int = 0,
     progress: bool = True,
 ) -> BestCircuit:
-    """Find the circuit of the fewest edges that does a task in a replacement which leaves the model what it is.
+    """Find the circuit of the fewest edges that does a task in a replacement which leaves the model what it is (ours).
 
         best = swd.best_circuit(model, swd.load_task("ioi", model), tokens=swd.text_tokens(16_384, split="train"))
         print(best.in_words())

@@ -182,7 +182,7 @@ def generate(
     batch_size: int = 16,
     progress: bool = False,
 ) -> Samples:
-    """Let the dense host and one or several replacements of it continue the same prompts.
+    """Let the dense host and one or several replacements of it continue the same prompts (ours).
 
     Args:
         model: the host, with these sites not attached.

@@ -266,9 +266,11 @@ class Factors:
     def __repr__(self) -> str:
         name = self.provenance.get("site", "matrix")
         zero_data = ", zero-data" if self.provenance.get("calibration") == "zero-data" else ""
+        relmse = self.provenance.get("relmse")  # where they were measured when they were made
+        error = f", relMSE {relmse:.3g}" if isinstance(relmse, float) else ""
         return (
             f"Factors({name}: ({self.d_in}, {self.d_out}) -> {self.n_units} units, "
-            f"{int(self.valid_units.sum())} valid, {self.edges:,} edges, s={self.sparsity:.4f}{zero_data})"
+            f"{int(self.valid_units.sum())} valid, {self.edges:,} edges, s={self.sparsity:.4f}{error}{zero_data})"
         )
 
     def _repr_html_(self) -> str:
@@ -394,9 +396,10 @@ class FactorSet(OnHub, _SetBase):
         }
 
     def table(self) -> pd.DataFrame:
-        """One row per site: d_in, d_out, units, edges and s; and of calibrated ones "first positions", the share of their Gram's
-        trace that comes from the first positions of rows, where attention sinks are, with the relMSE of all positions and of
-        the others."""
+        """One row per site: d_in, d_out, units, edges, s, and the relMSE that its factors were measured with when they were made
+        (on the Gram of their calibration, zero-data: on W itself; missing where they were changed since); and of calibrated
+        ones "first positions", the share of their Gram's trace that comes from the first positions of rows, where attention
+        sinks are, with the relMSE of the others. What a set does to the model, CE and KL, `swd_lens.fidelity` measures."""
         rows = [
             {"site": site, "d_in": f.d_in, "d_out": f.d_out, "units": f.n_units, "edges": f.edges, "s": f.sparsity}
             for site, f in self._factors.items()
@@ -404,8 +407,10 @@ class FactorSet(OnHub, _SetBase):
         table = pd.DataFrame(rows, columns=["site", "d_in", "d_out", "units", "edges", "s"])
         names = {"relMSE": "relmse", "first positions": "first_position_share", "relMSE of others": "relmse_of_others"}
         columns = {label: [f.provenance.get(name) for f in self._factors.values()] for label, name in names.items()}
-        shown = any(isinstance(share, float) for share in columns["first positions"])
-        return table.assign(**columns) if shown else table
+        measured = {label for label, values in columns.items() if any(isinstance(value, float) for value in values)}
+        if "first positions" not in measured:
+            measured -= {"relMSE of others"}
+        return table.assign(**{label: values for label, values in columns.items() if label in measured})
 
     @property
     def tried(self) -> pd.DataFrame:
@@ -496,7 +501,9 @@ class FactorSet(OnHub, _SetBase):
             taken, methods = goal["chosen"], {trial["method"] for trial in goal["trials"]}
             se = "" if taken["KL se"] is None else f" ± {taken['KL se']:.1g}"
             of = f", of {len(methods)} methods" if len(methods) > 1 else ""
-            counted += f"; {taken['method']}{of}: KL {taken['KL']:.3g}{se} on held-out text (.tried)"
+            ce_se = "" if taken.get("CE delta se") is None else f" ± {taken['CE delta se']:.1g}"
+            of_ce = f", CE {taken['CE delta']:+.3g}{ce_se}" if "CE delta" in taken else ""
+            counted += f"; {taken['method']}{of}: KL {taken['KL']:.3g}{se}{of_ce} nats on held-out text (.tried)"
         if basis := self.provenance.get("basis"):
             sides = [f.settings.get("basis") for f in self._factors.values()]
             words = {"input": "inputs", "output": "outputs", "paper": "the short side"}
@@ -507,7 +514,10 @@ class FactorSet(OnHub, _SetBase):
     def _repr_html_(self) -> str:
         first = next((f.settings for f in self._factors.values()), {})
         settings = folded_settings(first, "settings" if len(self) == 1 else "settings of the first site")
-        return card(self._counted(), self.table(), settings, folded_settings(self.provenance, "provenance"))
+        # A set knows the errors of its matrices; what it does to predictions only where a goal was measured.
+        ask = "relMSE is each matrix's own. CE ± se and KL of the set: swd.fidelity(model, factors, heldout_tokens)."
+        unmeasured = None if self.provenance.get("goal") else ask
+        return card(self._counted(), self.table(), unmeasured, settings, folded_settings(self.provenance, "provenance"))
 
     # ------------------------------------------------------------------ files
 

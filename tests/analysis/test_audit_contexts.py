@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.analysis.audit import Context, audit, top_contexts
 from swd_lens.analysis.audit.contexts import TokenNames, TopPlaces
@@ -110,3 +111,81 @@ def test_marks_go_inside_the_leading_space():
     context = Context((" a", " b", " "), (0.0, 1.0, 0.0), 1)
     assert context.text(("<<", ">>")) == " a <<b>> "
     assert Context((" ",), (1.0,), 0).text(("<<", ">>")) == "<< >>"
+
+
+# ---------------------------------------------------------------------------------------------- documents
+
+END = 0
+
+
+def places_of(rows, z, *, n, batch_size, per_row=1, ends=(END,)):
+    """(row, pos) of the places in every unit's list, and the number of documents."""
+    places = TopPlaces(n, 0, 0, per_row, ends)
+    for first in range(0, len(rows), batch_size):
+        places.add(first, rows[first : first + batch_size], z[first : first + batch_size])
+    kept = (places.value >= 0).tolist()
+    listed = [
+        [place for place, there in zip(zip(*unit, strict=True), of_unit, strict=True) if there]
+        for unit, of_unit in zip(zip(places.row.tolist(), places.pos.tolist(), strict=True), kept, strict=True)
+    ]
+    return listed, places.documents
+
+
+def by_hand(rows, z, n, per_row, ends):
+    """The same by plain loops: each row's largest, then each document's largest first, then the others."""
+    number, document = 0, {}
+    for row, tokens in enumerate(rows.tolist()):
+        for pos, token in enumerate(tokens):
+            document[row, pos] = number
+            number += token in ends
+    listed = []
+    for unit in range(z.shape[-1]):
+        size = z[:, :, unit].abs().tolist()
+        candidates = []
+        for row in range(len(rows)):
+            order = sorted(range(rows.shape[1]), key=lambda pos, row=row: -size[row][pos])
+            candidates += [(row, pos) for pos in order[:per_row]]
+        candidates.sort(key=lambda at: -size[at[0]][at[1]])
+        best = {}
+        for at in candidates:
+            best.setdefault(document[at], at)
+        firsts = [at for at in candidates if best[document[at]] == at]
+        listed.append((firsts + [at for at in candidates if at not in firsts])[:n])
+    return listed
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 40])
+@pytest.mark.parametrize(("n", "per_row", "share"), [(4, 1, 0.15), (12, 2, 0.02), (5, 3, 0.3), (6, 1, 0.0)])
+def test_contexts_of_a_unit_are_of_different_documents(batch_size, n, per_row, share):
+    """Documents of all lengths, some over several rows, whatever the batches; of 0.02 fewer than places, of 0 none is known."""
+    random = torch.Generator().manual_seed(n)
+    rows = torch.randint(1, 9, (40, 7), generator=random)
+    rows[torch.rand(40, 7, generator=random) < share] = END
+    z = torch.randn(40, 7, 6, generator=random)
+    listed, documents = places_of(rows, z, n=n, batch_size=batch_size, per_row=per_row)
+    assert listed == by_hand(rows, z, n, per_row, {END})
+    ended = int((rows == END).sum())
+    assert documents == (ended + int(rows[-1, -1] != END) if ended else None)
+
+
+def test_a_token_that_begins_every_row_ends_no_document():
+    """GPT-2's BOS is its end of text."""
+    rows = torch.tensor([[0, 5, 6], [0, 5, 7], [0, 8, 6]])
+    z = torch.tensor([1.0, 3.0, 2.0])[:, None, None].expand(3, 3, 1)
+    listed, documents = places_of(rows, z, n=3, batch_size=2)
+    assert documents is None and [row for row, _ in listed[0]] == [1, 2, 0]
+
+
+def test_an_audit_says_how_its_contexts_are_kept_apart(default_model):
+    factors = baselines.svd(default_model, "blocks.0.mlp_out")
+    rows, unit = swd.text_tokens(2_048, split="test"), "blocks.0.mlp_out/3"
+    found = audit(default_model, factors, rows, units=[unit], n=10, progress=False)
+    ends = int((rows == default_model.tokenizer.eos_token_id).sum())
+    assert found.settings["documents"] == ends + int(rows[-1, -1] != default_model.tokenizer.eos_token_id)
+    assert f"at most one per document ({found.settings['documents']} documents)" in str(found)
+    few = audit(default_model, factors, rows[:, :12], units=[unit], n=10, progress=False)
+    known = few.settings["documents"]
+    assert ("each document's largest first" in str(few)) == (known is not None and known < 10)
+    alone = audit(default_model, factors, rows.masked_fill(rows == 1, 5), units=[unit], n=10, progress=False)
+    assert alone.settings["documents"] is None
+    assert "documents are not known" in str(alone) and "documents are not known" in alone._repr_html_()

@@ -5,6 +5,7 @@ the file itself. Numbers are read off the page with all their digits and compare
 """
 
 import json
+import re
 import shutil
 import subprocess
 import warnings
@@ -191,6 +192,76 @@ def test_a_notebooks_frame_works_without_an_address(browser: Browser, small: Sma
     quiet(browser, path)
 
 
+def counts(text: str) -> list[int]:
+    return [int(n.replace(",", "")) for n in re.findall(r"\b\d[\d,]*\b(?= (?:nodes|edges))", text)]
+
+
+@pytest.mark.parametrize("size", [(1400, 900), (390, 844)], ids=["desktop", "phone"])
+def test_it_opens_on_the_whole_graph_says_what_it_shows_and_counts_alike(
+    browser: Browser, small: Small, tmp_path: Path, size: tuple[int, int]
+) -> None:
+    n_nodes, n_edges = len(small.graph.nodes), len(small.graph.edges)
+    path = opened(browser, small.graph.show(), tmp_path, width=size[0], height=size[1])
+    left, top, width, height = place(browser, "document.querySelector('.frame')")
+    boxes = browser.value(
+        "[...document.querySelectorAll('.node .box')].map(b => b.getBoundingClientRect())"
+        ".map(r => [r.left, r.top, r.right, r.bottom])"
+    )
+    assert len(boxes) == n_nodes
+    assert all(left <= a and top <= b and c <= left + width and d <= top + height for a, b, c, d in boxes)
+    sentence = browser.value("document.getElementById('sentence').textContent")
+    possible = small.graph.settings["edges_possible"]
+    assert sentence.startswith(f"The {n_edges} strongest of {possible:,} edges through which") and sentence.count(".") == 1
+    assert browser.value("document.querySelectorAll('[data-leaving]').length") == 0
+    # Header, slider, panel, legend and tables, before and after pruning.
+    for shown in (1000, 500):
+        slide(browser, "document.getElementById('edges')", shown)
+        header = counts(browser.value("document.getElementById('subtitle').textContent"))
+        drawn = int(browser.value("document.getElementById('subtitle').textContent").split(" and ")[1].split()[0])
+        assert header[-1] == n_edges and (drawn == n_edges) == (shown == 1000)
+        kinds = browser.value("['p', 'n', 'a'].map(look => Number(document.getElementById('legend-' + look).textContent))")
+        assert sum(kinds) == drawn and kinds[2] <= int((small.graph.edges["kind"] == "attention").sum())
+        slider = browser.value("document.getElementById('edges-said').textContent")
+        assert slider == (f"all {n_edges}" if shown == 1000 else f"{drawn} of {n_edges}")
+        assert browser.value("document.getElementById('subtitle').textContent").split(" \u00b7 ")[-1] in panel(browser)
+        browser.value("document.getElementById('as-table').click()")
+        browser.rest(100)
+        captions = browser.value("[...document.querySelectorAll('#tables caption')].map(c => c.textContent)")
+        assert captions[1] == f"{drawn} edges"
+        browser.value("document.getElementById('as-graph').click()")
+        browser.rest(100)
+    legend = browser.value("document.getElementById('legend').innerText")
+    assert "italics" in legend and "no label" in legend and "leaves the window" in legend
+    quiet(browser, path)
+
+
+def test_attention_edges_that_leave_the_window_are_marked_on_its_rim(browser: Browser, small: Small, tmp_path: Path) -> None:
+    path = opened(browser, small.graph.show(), tmp_path)
+    for _ in range(5):
+        browser.value("document.querySelector('.zoom button').click()")
+        browser.rest(200)
+    left, top, width, height = place(browser, "document.querySelector('.frame')")
+    marks = browser.value("[...document.querySelectorAll('[data-leaving]')].map(m => m.dataset.leaving.split(' '))")
+    # An edge begins at the middle of its source's top and ends at the middle of its target's bottom; names have the rim.
+    spots = browser.value(
+        "Object.fromEntries([...document.querySelectorAll('.node')].map(n => { const r = n.querySelector('.box')"
+        ".getBoundingClientRect(); return [n.dataset.node, [r.left + r.width / 2, r.top, r.bottom]]; }))"
+    )
+
+    def within(x: float, y: float) -> bool:
+        return left + 88 <= x <= left + width and top <= y <= top + height - 26
+
+    leaving = 0
+    for edge in small.graph.edges[small.graph.edges["kind"] == "attention"].itertuples():
+        source, target = (spots[str(name).replace(" ", "_")] for name in (edge.source, edge.target))
+        leaving += within(source[0], source[1]) != within(target[0], target[2])
+    assert leaving > 3 and sum(int(n) for _, n in marks) == leaving
+    assert {side for side, _ in marks} <= {"left", "right", "top", "bottom"}
+    fit(browser)
+    assert browser.value("document.querySelectorAll('[data-leaving]').length") == 0
+    quiet(browser, path)
+
+
 # ---------------------------------------------------------------------------------------------- mouse
 
 
@@ -285,10 +356,10 @@ def test_two_prompts_side_by_side(browser: Browser, small: Small, tmp_path: Path
 
 def test_fingers_move_and_zoom_the_graph(browser: Browser, small: Small, tmp_path: Path) -> None:
     path = opened(browser, small.graph.show(), tmp_path, width=390, height=844, phone=True)
-    left, top, _, height = place(browser, "document.querySelector('.frame')")
+    left, top, _, _ = place(browser, "document.querySelector('.frame')")
     matrix = "document.querySelector('.nodes').transform.baseVal.consolidate().matrix"
     x, scale = browser.value(f"[{matrix}.e, {matrix}.a]")
-    ground = (left + 10, top + height - 20)  # where no box is
+    ground = (left + 10, top + 20)  # where no box is, and the phone's window has not ended
     browser.touch("touchStart", ground)
     for i in range(1, 7):
         browser.touch("touchMove", (ground[0] + 20 * i, ground[1]))

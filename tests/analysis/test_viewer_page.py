@@ -5,6 +5,7 @@ import hashlib
 import html
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ import swd_lens as swd
 from swd_lens.analysis.audit.labels import UnitLabel
 from swd_lens.analysis.graph import Replays
 from swd_lens.analysis.graph.viewer import page as page_module
-from swd_lens.analysis.graph.viewer.page import SCRIPTS
+from swd_lens.analysis.graph.viewer.page import SCRIPTS, _resources
 from swd_lens.base.errors import encodable
 from tests.analysis.graph_pages import large_graph, page_data, small_graph
 
@@ -76,3 +77,27 @@ def test_the_files_of_the_page_are_in_the_wheel() -> None:
     carried = {path for pattern in patterns for path in folder.glob(pattern)}
     assert {path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")} == carried
     assert {f"{name}.js" for name in SCRIPTS} == {path.name for path in folder.glob("scripts/*")}
+
+
+def test_lines_of_every_sign_can_be_read_on_a_dark_ground() -> None:
+    """WCAG's contrast of the weakest line's colour to the stage, at least 4.5, and of the full colour to the panel."""
+    style, script, _ = _resources()
+    dark = style[style.index("@media screen and (prefers-color-scheme: dark)") :]
+    signs = {name: [int(n) for n in found.split(",")] for name, found in re.findall(r"--(plus|minus|unsigned): ([\d, ]+)", dark)}
+    page = style[style.rindex("@media (prefers-color-scheme: dark)") :]
+    grounds = re.findall(r"--(paper|panel): (#[0-9a-f]{6})", page)[:2]
+    paper, panel = ([int(ground[i : i + 2], 16) for i in (1, 3, 5)] for _, ground in grounds)
+    [alpha] = re.findall(r"DARK_ALPHA = ([\d.]+)", script)
+    assert set(signs) == {"plus", "minus", "unsigned"} and [name for name, _ in grounds] == ["paper", "panel"]
+    for name, colour in signs.items():
+        weakest = [float(alpha) * c + (1 - float(alpha)) * ground for c, ground in zip(colour, paper, strict=True)]
+        assert _contrast(weakest, paper) >= 4.5 and _contrast(colour, panel) >= 4.5, name
+
+
+def _contrast(one: Sequence[float], other: Sequence[float]) -> float:
+    def luminance(colour: Sequence[float]) -> float:
+        linear = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)

@@ -1,9 +1,10 @@
 """Figures: colours mean what the bar says; text stays text."""
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from swd_lens.base.figures import DIVERGING, SEQUENTIAL, heatmap, literal, new_figure, svg
+from swd_lens.base.figures import DIVERGING, SEQUENTIAL, heatmap, line_figure, literal, new_figure, svg
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -29,3 +30,13 @@ def test_an_empty_map_has_a_scale():
 
 def test_literal():
     assert literal("$x$") == r"\$x\$"
+
+
+def test_the_columns_of_a_table_become_curves_over_its_index():
+    table = pd.DataFrame({"a_$b": [1.0, -2.0, 3.0], "c": [0.5, 0.5, 0.5]}, index=[0, 4, 9])
+    [ax] = line_figure(table, "units", "logits").axes
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines]
+    assert drawn[:2] == [([0, 4, 9], [1.0, -2.0, 3.0]), ([0, 4, 9], [0.5, 0.5, 0.5])]
+    assert len(drawn) == 3 and list(ax.lines[2].get_ydata()) == [0, 0]  # both signs: a line at zero
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("units", "logits") and len(ax.get_legend().get_texts()) == 2
+    assert len(line_figure(table[["c"]], "x", "y").axes[0].lines) == 1

@@ -45,6 +45,10 @@ def test_the_long_way(model):
     of_rows = [F.cross_entropy(r[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none").mean(1) for r in (dense, replaced)]
     se = float((of_rows[1] - of_rows[0]).double().std() / 3)
     assert found.ce_delta_se == pytest.approx(se, rel=1e-4) and found.table()["CE delta se"].item() == found.ce_delta_se
+    shown = str(found)
+    assert shown.startswith(f"Fidelity of {len(factors)} sites on 63 predictions: CE delta {found.ce_delta:+.4f} ± {se:.4f} nats")
+    assert f"KL {found.kl:.3g} nats" in shown and shown.count("relMSE") == len(factors) and "kl_rows" not in repr(found)
+    assert f"  blocks.1.mlp_out: relMSE {found.relmse['blocks.1.mlp_out']:.3g}" in shown.splitlines()
     assert fidelity(model, factors, tokens[:1]).ce_delta_se is None
     assert found.ce_delta_rows == pytest.approx((of_rows[1] - of_rows[0]).tolist(), rel=1e-3, abs=1e-6)
 

@@ -104,6 +104,11 @@ def test_what_is_shown_saved_and_chosen(host, tmp_path):
     result = screened.tasks["ioi"]
     best = max(screened.sites, key=result.dropped)
     assert screened.choose()[best] == [best]
+    of_task = screened.chosen().set_index("task")
+    assert of_task.loc["ioi", "without"] == of_task.loc["ioi", "sites"] == best
+    assert of_task.loc["ioi", "lost (logits)"] == result.dropped(best) and of_task.loc["ioi", "±"] == result.errors[best]
+    said = f"ioi: margin {result.margin:.2f} logits, right 100%; needs {best} most: {result.dropped(best):.2f} ± "
+    assert said in repr(screened) and repr(screened).count("\n") == 2
     assert list(screened.skill()["remark"]) == ["", ""] and "<svg" in screened._repr_html_()
     screened.save(tmp_path / "screen.json")
     again = type(screened).load(tmp_path / "screen.json")
@@ -126,6 +131,10 @@ def test_a_surface_is_chosen_where_no_single_site_matters_and_nothing_where_the_
     assert chosen(task(redundant)) == {"both": list(sites)}
     assert chosen(task(single)) == {"blocks.0.mlp_out": ["blocks.0.mlp_out"]}
     assert chosen(task(single, margin=-1.0)) == {}
+    shown = Screen({"t": task(redundant), "u": task(single, margin=-1.0)}, sites, surfaces, settings)
+    assert list(shown.chosen()["without"].fillna("")) == ["both", ""]
+    assert list(shown.chosen()["sites"]) == ["blocks.0.attn_o, blocks.0.mlp_out", ""]
+    assert "its mean margin is not positive" in repr(shown) and "needs both most: 3.00 ± 0.00 logits (75%)" in repr(shown)
     assert task(single).remark == "the dense model does only 70% of the prompts: a circuit of this task says little"
     assert "its mean margin is not positive" in task(single, margin=-1.0).remark
 

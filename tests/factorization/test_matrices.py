@@ -47,3 +47,14 @@ def test_basis_neurons_is_their_side_and_the_papers_elsewhere(model, tmp_path):
 def test_the_solver_alone_knows_no_neurons():
     with pytest.raises(swd.SpecError, match="basis"):
         swd.solve(torch.randn(8, 4), None, 0.5, basis="auto")
+
+
+@pytest.mark.parametrize("basis", ["neuron", "Input", 3, ["input"]])
+def test_a_wrong_basis_lists_all_that_there_are(model, basis):
+    how = {**QUICK, "preset": "quick", "sparsity": 0.5, "tokens": TOKENS}
+    with pytest.raises(swd.SpecError, match=r"mapping.* must be one of 'paper', 'input', 'output', 'neurons', 'auto', got"):
+        swd.factorize(model, "mlp_out", basis=basis, **how)
+    with pytest.raises(
+        swd.SpecError, match="basis of mlp_out in a mapping must be one of 'paper', 'input', 'output', 'neurons', got"
+    ):
+        swd.factorize(model, "mlp_out", basis={"mlp_out": basis}, **how)

@@ -238,6 +238,11 @@ def test_sets():
     with pytest.raises(KeyError, match=r"no factors for site 'blocks\.7\.mlp_out'"):
         one["blocks.7.mlp_out"]
     assert "2 sites, 4 units, 8 edges" in repr(both)
+    assert "relMSE" not in repr(both) and "relMSE" not in both.table()
+    measured = small().with_records(provenance={"site": "blocks.0.mlp_out", "relmse": 0.0123456})
+    both = FactorSet({"blocks.0.mlp_out": measured}) | two
+    assert repr(both).count("relMSE 0.0123") == 1 and both.table()["relMSE"][0] == 0.0123456
+    assert "swd.fidelity" in both._repr_html_() and "0.01235" in both._repr_html_()
 
 
 def test_a_set_holds_factors_only():

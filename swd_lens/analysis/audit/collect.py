@@ -73,7 +73,9 @@ def audit(
         tokens: (rows, pos) ids of text that the factors were not fitted to, or a `TokenStream`, which is read once.
         units: names ("blocks.2.mlp_out/5"), pairs (site, index), a table or circuit of them, and patterns of sites ("blocks.2.*",
             "mlp_out"); None = every unit of the set.
-        n: contexts per unit, by |z|.
+        n: contexts per unit, by |z|; of different documents, as far as the text has so many. Documents are told by the
+            end-of-text token between them, as `load_text` puts it (`settings["documents"]`: how many; None: there is none, so
+            that contexts may be of one document, and only `per_row` keeps them apart).
         scores: task -> UnitScores, or one alone; of these very factors. They are shown, and say nothing about the contexts.
         labels: what the units are called, see `Audit.with_labels`.
         before, after: tokens shown on either side of a peak.
@@ -96,7 +98,7 @@ def audit(
         scores = {str(scores.settings.get("task") or "task"): scores}
     by_task, per_row = dict(scores or {}), places_per_row(per_row, n, stream)
     warn_without_bos(model, stream, "text of the audit")
-    special = special_ids(model) if model.tokenizer is not None else ()
+    special, ends = special_ids(model) if model.tokenizer is not None else (), document_ends(model)
     with attach(model, factors) as attachment:
         unit_set = attachment.factors
         for task, of_task in by_task.items():
@@ -105,13 +107,14 @@ def audit(
         if labels is not None:
             labels.require(unit_set.identities, unit_set.sizes)
         observers = {
-            site: SiteObserver(of_site, TopPlaces(n, before, after, per_row), coactivation, special)
+            site: SiteObserver(of_site, TopPlaces(n, before, after, per_row, ends), coactivation, special)
             for site, of_site in indices.items()
         }
         first = _FirstRows(next(iter(observers.values())))
         tokens_sha256 = watch(host, stream, {**observers, next(iter(observers)): first}, batch_size, progress)
     settings = _made_of(host, stream, unit_set, indices) | {"tokens_sha256": tokens_sha256, "contexts": n}
     settings |= {"contexts_per_row": per_row, "before": before, "after": after}
+    settings["documents"] = next(iter(observers.values())).places.documents
     names = TokenNames(model)
     return Audit(
         sites={site.name: observer.result() for site, observer in observers.items()},
@@ -176,7 +179,7 @@ def top_contexts(
     per_row: int | None = None,
     progress: bool = False,
 ) -> dict[tuple[str, int], list[Context]]:
-    """The n positions of largest |z| per unit (paper app. E.1: 20), in one pass.
+    """The n positions of largest |z| per unit (paper app. E.1: 20), in one pass; of different documents as in `audit`.
 
     Args:
         factors: what to attach, see `swd_lens.attach`.
@@ -196,7 +199,8 @@ def top_contexts(
     columns: dict[str, list[int]] = {}
     for site, index in dict.fromkeys(units):
         columns.setdefault(site, []).append(index)
-    places = {site: TopPlaces(n, before, after, per_row) for site in columns}
+    ends = document_ends(model)
+    places = {site: TopPlaces(n, before, after, per_row, ends) for site in columns}
 
     def observer(site: str) -> Observer:
         return lambda first_row, rows, z, counted: places[site].add(first_row, rows, z[..., columns[site]], counted)
@@ -221,6 +225,12 @@ def places_per_row(asked: int | None, n: int, stream: TokenStream) -> int:
     if asked is not None and asked < 1:
         raise ValueError(f"per_row must be 1 or more, got {asked}")
     return -(-n // stream.n_rows) if asked is None else asked
+
+
+def document_ends(model: Any) -> tuple[int, ...]:
+    """The token that stands between documents of a text, as far as the host's tokenizer has one."""
+    end = getattr(getattr(model, "tokenizer", None), "eos_token_id", None)
+    return () if end is None else (int(end),)
 
 
 def select_units(unit_set: UnitSet, units: Any) -> dict[Site, Int[Tensor, " unit"]]:

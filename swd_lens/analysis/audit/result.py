@@ -340,7 +340,8 @@ class Audit:
         label = f", {len(self.labels)} labels" if self.labels else ""
         tasks = f", scores of {', '.join(self.scores)}" if self.scores else ""
         lines = [f"  {site}: {len(of_site.units)} units" for site, of_site in self.sites.items()]
-        return "\n".join([f"Audit of {len(self):,} units on {self.n_tokens:,} tokens{tasks}{label}", *lines])
+        kept = [f"  {words}"] if (words := kept_apart(self.settings)) else []
+        return "\n".join([f"Audit of {len(self):,} units on {self.n_tokens:,} tokens{tasks}{label}", *lines, *kept])
 
     def __repr__(self) -> str:
         return brief(str(self))
@@ -348,11 +349,27 @@ class Audit:
     def _repr_html_(self) -> str:
         title = f"Audit of {len(self):,} units on {self.n_tokens:,} tokens"
         hint = 'audit.unit("…/5") shows a unit; swd.dashboard(audit, "folder/") makes a page for each'
-        settings = folded_settings(self.settings)
+        settings, kept = folded_settings(self.settings), kept_apart(self.settings) or None
         if not self.scores:
-            return card(title, self.table().head(12), hint, settings)
+            return card(title, self.table().head(12), hint, kept, settings)
         task = next(iter(self.scores))
-        return card(f"{title}; best units for {task}", self.rank_table(task), hint, settings)
+        return card(f"{title}; best units for {task}", self.rank_table(task), hint, kept, settings)
+
+
+def kept_apart(settings: Mapping[str, Any]) -> str:
+    """How contexts of a unit are kept from being one passage, in words; empty where an audit's settings do not say."""
+    if "documents" not in settings:
+        return ""
+    documents, n, per_row = settings["documents"], settings["contexts"], settings["contexts_per_row"]
+    rows = "one context" if per_row == 1 else f"{per_row} contexts"
+    if documents is None:
+        return (
+            "contexts: documents are not known (no end-of-text token in this text), so that several may be of one; at most "
+            f"{rows} per row"
+        )
+    if documents < n:
+        return f"contexts: each document's largest first (the text has {documents:,} documents, a unit {n} contexts)"
+    return f"contexts: at most one per document ({documents:,} documents)"
 
 
 def _neighbours(site: str, units: Tensor, values: Tensor) -> tuple[tuple[str, float], ...]:

@@ -345,8 +345,8 @@ class Edit:
     def state_dict(self, model: Any = None) -> dict[str, Tensor]:
         """The host's own state_dict with the edited matrix in it; the host itself is not touched.
 
-        The edited tensors are new; the others are the host's own, as in any state_dict. `load_state_dict` of the host, and
-        of any model with the same keys, takes it.
+        Every tensor has the shape that the host has it in. The edited ones are new; the others are the host's own, as in any
+        state_dict. `load_state_dict` of the host, and of any model with the same keys, takes it.
 
         Raises:
             EditError: an edit of a replacement, which changes no weight; another W; or no model.

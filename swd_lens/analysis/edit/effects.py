@@ -140,7 +140,7 @@ def side_effects(
     prepend_bos: bool | None = None,
     progress: bool = False,
 ) -> SideEffects:
-    """Measure an edit that is not applied now: its own prompt, other prompts, and text. The host is left as it was.
+    """Measure an edit that is not applied now: its own prompt, other prompts, and text. The host is left as it was (ours).
 
     Args:
         model: the host that the edit was made for.

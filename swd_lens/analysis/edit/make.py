@@ -263,7 +263,8 @@ def _require_index(site: str, index: int, n_units: int) -> None:
 def unit_hooks(
     changes: Mapping[Any, tuple[str, float | int]], factors: Any = None, *, positions: str | int | Sequence[int] = "all"
 ) -> list[tuple[str, Callable[..., Any]]]:
-    """Hooks that scale, clamp or add to units: for `model.hooks(fwd_hooks=...)` and `model.run_with_hooks(...)` while attached.
+    """Hooks that scale, clamp or add to units: for `model.hooks(fwd_hooks=...)` and `model.run_with_hooks(...)`
+    while attached (ours).
 
         hooks = swd.unit_hooks({"blocks.2.mlp_out/5": ("scale", 2.0), "blocks.3.mlp_out/17": ("clamp", 0.0)})
         with swd.attach(model, factors), model.hooks(fwd_hooks=hooks):

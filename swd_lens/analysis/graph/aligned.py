@@ -63,7 +63,7 @@ def task_graph(
     labels: Mapping[str, str] | None = None,
     progress: bool = False,
 ) -> UnitGraph:
-    """The graph of a task: contributions averaged over aligned prompts.
+    """The graph of a task: contributions averaged over aligned prompts (ours).
 
         graph = swd.task_graph(model, factors, circuit, task)
         graph.table(10)                              # the strongest edges, and how much each varies between prompts

@@ -100,7 +100,7 @@ class AttentionPaths(Record):
 
 @with_torch_defaults
 def attention_paths(model: Any, factors: Any, graph: UnitGraph, *, pairs: int = 8) -> AttentionPaths:
-    """Split the attention edges of a graph by head, and the scores behind them by pairs of query and key units.
+    """Split the attention edges of a graph by head, and the scores behind them by pairs of query and key units (ours).
 
         graph = swd.unit_graph(model, factors, circuit, prompt=prompt, attention="frozen")
         paths = swd.graph.attention_paths(model, factors, graph)

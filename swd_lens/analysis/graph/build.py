@@ -51,7 +51,7 @@ def unit_graph(
     isolated: bool = False,
     labels: Mapping[str, str] | None = None,
 ) -> UnitGraph:
-    """The direct weights between units, as a graph.
+    """The direct weights between units, as a graph (ours, after circuit-tracer's direct weights).
 
     A weight w of an edge i -> j is what one unit of z_i adds to z_j (or to an answer's logit, less the mean logit of the
     vocabulary) along the direct path, everything else held: the residual stream for sites that read it; with

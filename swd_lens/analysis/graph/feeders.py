@@ -25,7 +25,7 @@ COLUMNS = {"source": "object", "position": "Int64", "kind": "object", **dict.fro
 
 @with_torch_defaults
 def feeders(model: Any, factors: Any, unit: Any, *, prompt: Any = None, tokens: Any = None, n: int | None = 20) -> pd.DataFrame:
-    """Find which earlier units feed a unit: what each gives to its z along the direct path, as in `unit_graph`.
+    """Find which earlier units feed a unit: what each gives to its z along the direct path, as in `unit_graph` (ours).
 
         swd.graph.feeders(model, factors, "blocks.3.mlp_in/17", prompt="When Mary and John went to the store, John gave it to")
 

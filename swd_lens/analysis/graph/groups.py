@@ -32,7 +32,7 @@ BY = ("labels", "writes")
 def groups(
     graph: GraphData, by: str = "labels", *, factors: Any = None, audit: Audit | None = None, alike: float = 0.5
 ) -> dict[str, list[str]]:
-    """Find which nodes belong together: name of the group -> names of its nodes, at least two.
+    """Find which nodes belong together: name of the group -> names of its nodes, at least two (ours).
 
         graph.export("graphs", audit=audit, groups=swd.graph.groups(graph, "writes", audit=audit))
 

@@ -105,7 +105,7 @@ def replays(
     *,
     progress: bool = True,
 ) -> Replays:
-    """Clamp units of a graph, each by itself: true runs of the host, beside what its frozen, linear run predicts.
+    """Clamp units of a graph, each by itself: true runs of the host, beside what its frozen, linear run predicts (ours).
 
         graph = swd.unit_graph(model, factors, circuit, prompt=prompt, attention="frozen")
         graph.show(replays=swd.graph.replays(model, factors, graph))

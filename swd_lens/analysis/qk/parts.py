@@ -158,7 +158,7 @@ class ScoreParts:
 
 @with_torch_defaults
 def score_parts(model: Any, factors: Any, layer: int, head: int, prompt: Any) -> ScoreParts:
-    """Take one head's scores on a prompt apart, with the units attached.
+    """Take one head's scores on a prompt apart, with the units attached (paper, app. attention units).
 
     Args:
         model: the host, with these sites not attached; left as it was.

@@ -163,7 +163,8 @@ class QKReplay(Removal):
 
 @with_torch_defaults
 def qk_replay(model: Any, factors: Any, pair: QKPair, prompt: Any, *, remove: str = "q") -> QKReplay:
-    """Run a prompt, map a pair's contributions, take a unit out of its slice, and compare the head's patterns.
+    """Run a prompt, map a pair's contributions, take a unit out of its slice, and compare the head's patterns
+    (paper, app. attention units).
 
     Taking the Q unit out removes z_a * bQ_a from this head's queries alone: all pairs (a, b) of it leave, its key and value parts
     stay, and so do other heads. Taking the K unit out does the same to the key head (grouped keys serve several heads; this one's

@@ -161,7 +161,7 @@ def neurons(model: Any, sites: Pattern, side: str = AUTO) -> FactorSet:
 
 @with_torch_defaults
 def pruned(model: Any, sites: Pattern, *, sparsity: float | int, tokens: Any = None, **how: Any) -> FactorSet:
-    """Prune the weights of neurons to K = (1 - sparsity) numel(W) edges: by |W_ij| sqrt(G_ii), then refitted.
+    """Prune the weights of neurons to K = (1 - sparsity) numel(W) edges: by |W_ij| sqrt(G_ii), then refitted (ours).
 
     `swd_lens.factorize` with preset="pruned" and basis="neurons"; its arguments are taken, too (basis=, out=, calibration=).
 
@@ -273,7 +273,8 @@ class Channels(nn.Module):
 
 @with_torch_defaults
 def channels_of(model: Any, sites: Pattern = "mlp_out") -> dict[str, CoderUnits]:
-    """The MLP channels of a host as units, by default of every layer; for `attach`, `attribute`, `evaluate`, `compare`.
+    """The MLP channels of a host as units, by default of every layer; for `attach`, `attribute`, `evaluate`,
+    `compare` (method.md §4.1).
 
     Args:
         model: a HookedTransformer or TransformerBridge, sparse or not.

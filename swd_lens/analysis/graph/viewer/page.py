@@ -24,7 +24,7 @@ from typing import Any
 from swd_lens.analysis.graph.data import GraphData
 from swd_lens.analysis.graph.viewer.contents import contents
 from swd_lens.base.errors import visible
-from swd_lens.base.figures import SIGN_STYLE
+from swd_lens.base.figures import SIGN_STYLE, SIGN_STYLE_DARK
 from swd_lens.base.files import write_text
 from swd_lens.base.surroundings import with_torch_defaults
 
@@ -110,7 +110,8 @@ def show(
 @cache
 def _resources() -> tuple[str, str, str]:
     """Style sheet and script of every page, and its Content-Security-Policy: this script and nothing from anywhere."""
-    style = f":root {{ {SIGN_STYLE}; }}\n{(_FOLDER / 'viewer.css').read_text(encoding='utf-8')}"
+    dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {SIGN_STYLE_DARK}; }} }}"
+    style = f":root {{ {SIGN_STYLE}; }}\n{dark}\n{(_FOLDER / 'viewer.css').read_text(encoding='utf-8')}"
     parts = [(_FOLDER / "scripts" / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
     script = '"use strict";\n(() => {\n' + "\n".join(parts) + "\n})();\n"
     allowed = {

@@ -186,6 +186,6 @@ const linkOf = edge => ({ source: { lead: edge.source, nodes: [edge.source], gro
 function overview() {
   return GRAPHS.map(graph => make("section", {}, make("h2", {}, GRAPHS.length > 1 ? `Graph ${graph.index + 1}` : "The graph"),
     graph.prompt ? make("p", { class: "prompt" }, graph.prompts > 1 ? `${graph.prompts} aligned prompts, as ` : "", promptLine(graph)) : "",
-    make("p", { class: "soft" }, `${plural(graph.nodes.length, "node")}, ${count(graph.edges.length)} of ${count(graph.edges_possible ?? graph.edges.length)} edges. Point at a node to see what it does; click it for its edges.`),
+    make("p", { class: "soft" }, `${drawnWords(graph)}. Point at a node to see what it does; click it for its edges.`),
     make("ol", { class: "edges answers" }, graph.nodes.filter(node => node.kind === "logit").map(node => make("li", {}, nodeLink(node), make("span", { class: "num" }, number(node.activation)))))));
 }

@@ -19,9 +19,40 @@ function arrange() {
   const most = Math.max(1, ...GRAPHS.map(g => g.edges.length)), n = Math.min(most, STATE.edges ?? most);
   const slider = byId("edges");
   if (document.activeElement !== slider) slider.value = Math.round(1000 * Math.sqrt(n / most));
-  byId("edges-said").textContent = n >= most ? `all ${count(most)}` : `${count(n)} of ${count(most)}`;
   if (document.activeElement !== byId("influence")) byId("influence").value = Math.round(1000 * STATE.influence);
   byId("influence-said").textContent = STATE.influence >= 1 ? "all nodes" : `top ${percent(STATE.influence)}`;
+}
+
+// How much is drawn now; header, slider, legend, panel and tables all say these numbers.
+function countsOf(scene) {
+  const looks = { p: 0, n: 0, a: 0 };
+  for (const edge of scene.drawn) looks[edge.kind === "attention" ? "a" : signClass(edge.value)] += 1;
+  return { nodes: scene.items.reduce((n, item) => n + item.nodes.length, 0), edges: scene.drawn.size, ...looks };
+}
+const outOf = (n, all, word) => n === all ? plural(all, word) : `${count(n)} of ${plural(all, word)}`;
+function drawnWords(graph) {
+  const drawn = countsOf(SCENES.find(scene => scene.graph === graph));
+  return `${outOf(drawn.nodes, graph.nodes.length, "node")} and ${outOf(drawn.edges, graph.edges.length, "edge")} drawn`;
+}
+function tell() {
+  const drawn = SCENES.map(countsOf), sum = name => drawn.reduce((n, of) => n + of[name], 0), all = GRAPHS.reduce((n, g) => n + g.edges.length, 0);
+  const facts = [GRAPHS[0].model, GRAPHS[0].prompts > 1 ? `${GRAPHS[0].prompts} aligned prompts` : "",
+    ...GRAPHS.map((graph, i) => (GRAPHS.length > 1 ? `graph ${i + 1}: ` : "") + drawnWords(graph))];
+  byId("subtitle").textContent = facts.filter(Boolean).join(" \u00b7 ");
+  byId("edges-said").textContent = sum("edges") === all ? `all ${count(all)}` : `${count(sum("edges"))} of ${count(all)}`;
+  for (const look of ["p", "n", "a"]) { const at = byId(`legend-${look}`); if (at) at.textContent = count(sum(look)); }
+}
+
+// What the page shows, in one sentence.
+function sentence() {
+  const [graph] = GRAPHS, of = kind => graph.nodes.filter(node => node.kind === kind), units = of("unit").length, possible = graph.edges_possible;
+  const strongest = possible > graph.edges.length ? `The ${count(graph.edges.length)} strongest of ${plural(possible, "edge")}` : `The ${plural(graph.edges.length, "edge")}`;
+  if (!graph.has_prompt) return `${strongest} between ${plural(units, "unit")}: how much of what one writes the other reads, whatever the prompt.`;
+  const answers = of("logit").sort((a, b) => (b.probability ?? 0) - (a.probability ?? 0)).map(node => `\u201c${node.text || node.name}\u201d`);
+  const named = answers.slice(0, 3).join(", ") + (answers.length > 3 ? ` and ${answers.length - 3} more` : "");
+  const positions = new Set(of("unit").map(node => node.position)).size, made = answers.length ? ` give ${answers.length === 1 ? "the answer" : "the answers"} ${named}` : " feed each other";
+  const beside = GRAPHS.length > 1 ? "; beside it the same on another prompt" : "";
+  return `${strongest} through which ${[plural(of("token").length, "token"), plural(units, "unit")].filter(text => !text.startsWith("0 ")).join(" and ")} at ${plural(positions, "position")}${made}: tokens below, answers on top${beside}.`;
 }
 
 function mark() {
@@ -120,15 +151,19 @@ function forPaper(printing) {
 function legend() {
   const line = (name, dashed) => make("svg", { viewBox: "0 0 26 8", width: 26, height: 8, "aria-hidden": "true" }, make("line", { x1: 1, x2: 25, y1: 4, y2: 4, class: name, "stroke-dasharray": dashed ? "5 3" : null }));
   const graph = GRAPHS[0], attention = GRAPHS.some(g => g.edges.some(edge => edge.kind === "attention"));
+  const counted = look => make("b", { id: `legend-${look}`, title: "edges drawn now" });
+  const unnamed = GRAPHS.some(g => g.nodes.some(node => node.kind === "unit" && !labelOf(node.of)));
+  const arrow = make("svg", { viewBox: "0 0 9 10", width: 9, height: 10, "aria-hidden": "true", class: "leaving" }, make("path", { d: "M0 5l8 -4.5v9z" }));
   byId("legend").replaceChildren(
-    make("li", {}, line("p"), "adds"), make("li", {}, line("n", true), "takes away"), attention ? make("li", {}, line("a"), "through attention") : "",
+    make("li", {}, line("p"), "adds", counted("p")), make("li", {}, line("n", true), "takes away", counted("n")), attention ? make("li", {}, line("a"), "through attention", counted("a")) : "",
+    attention ? make("li", { title: "An arrow on the window's rim: attention edges go on to, or come from, a token outside it" }, arrow, "leaves the window") : "",
+    unnamed ? make("li", { title: "Names in italics are no labels: they are the tokens that the unit promotes, or its number" }, make("em", {}, "italics"), "no label: tokens it promotes, or its number") : "",
     graph.has_prompt ? make("li", { title: "What a box's activation is made of" }, make("i", { class: "swatch drawn" }), "drawn", make("i", { class: "swatch hidden-part" }), "not drawn", make("i", { class: "swatch rest" }), "rest") : "");
 }
 
 function start() {
   rememberOriginal();
-  const facts = [GRAPHS[0].model, GRAPHS[0].prompts > 1 ? `${GRAPHS[0].prompts} aligned prompts` : "", plural(GRAPHS.reduce((n, g) => n + g.nodes.length, 0), "node"), plural(GRAPHS.reduce((n, g) => n + g.edges.length, 0), "edge")];
-  byId("subtitle").textContent = facts.filter(Boolean).join(" \u00b7 ");
+  byId("sentence").textContent = sentence();
   GRAPHS.forEach(graph => SCENES.push(new Scene(graph, byId("stage"))));
   byId("stage").classList.toggle("two", GRAPHS.length > 1);
   const on = (id, event, act) => byId(id).addEventListener(event, act);
@@ -156,7 +191,7 @@ function start() {
   addEventListener("afterprint", () => forPaper(false));
   if (!decodeState()) startGroups();
   legend();
-  WATCHERS.push(arrange, () => SCENES.forEach(scene => scene.draw()), drawTables, drawPanel, mark);
+  WATCHERS.push(arrange, () => SCENES.forEach(scene => scene.draw()), tell, drawTables, drawPanel, mark);
   WATCHERS.forEach(watch => watch());
 }
 start();

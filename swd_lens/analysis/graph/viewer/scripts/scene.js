@@ -17,7 +17,8 @@ class Scene {
     this.grid = make("g", { class: "grid", "aria-hidden": "true" });
     this.nodes = make("g", { class: "nodes" });
     this.names = make("g", { class: "names", "aria-hidden": "true" });
-    this.svg.append(this.grid, this.nodes, this.names);
+    this.leaving = make("g", { class: "leaving", "aria-hidden": "true" });
+    this.svg.append(this.grid, this.nodes, this.names, this.leaving);
     this.zoom = make("div", { class: "zoom" },
       make("button", { type: "button", "aria-label": "Zoom in", onclick: () => this.zoomBy(1.25) }, "+"),
       make("button", { type: "button", "aria-label": "Zoom out", onclick: () => this.zoomBy(0.8) }, "\u2212"));
@@ -107,16 +108,14 @@ class Scene {
     return [(this.width || 1000) - MARGIN.left - MARGIN.right, (this.height || 700) - MARGIN.top - MARGIN.bottom];
   }
 
+  // The whole graph, as the page opens: what is small is read by zooming in, and nothing is missed.
   fit() {
     if (!this.width || !this.size) return;
     const room = this.room();
     const k = Math.min(room[0] / (this.size.width + 8), room[1] / (this.size.height + 8), 1.3);
-    // At first no smaller than can be read: the answers, at the last position, are then where one begins.
-    const readable = this.fitted ? k : Math.max(k, Math.min(0.72, room[0] / (4 * BOX.width)));
-    const wide = this.size.width * readable, x = wide <= room[0] ? (room[0] - wide) / 2 : room[0] - wide;
+    const [x, y] = [room[0] - this.size.width * k, room[1] - this.size.height * k];
     this.fitted = true;
-    this.view = { k: readable, x: MARGIN.left + x, y: MARGIN.top };
-    if (readable === k) this.view.y += Math.max(0, (room[1] - this.size.height * k) / 2);
+    this.view = { k, x: MARGIN.left + Math.max(0, x / 2), y: MARGIN.top + Math.max(0, y / 2) };
     this.apply();
   }
 
@@ -143,6 +142,7 @@ class Scene {
     this.svg.classList.toggle("far", k < 0.55);
     this.svg.classList.toggle("tiny", k < 0.33);
     this.drawNames();
+    this.drawLeaving();
     clearTimeout(this.standing);
     if (moving && this.painted) {
       const s = k / this.painted.k, offset = (now, then) => now + SPARE - s * (then + SPARE);
@@ -176,6 +176,27 @@ class Scene {
     });
     this.grid.replaceChildren(...lines);
     this.names.replaceChildren(...names);
+  }
+
+  // Where attention edges leave the window: an arrow on its rim, with the token that they go on to, or come from, and how many.
+  drawLeaving() {
+    const { k, x, y } = this.view, rim = { left: MARGIN.left - 8, top: 0, right: this.width, bottom: this.height - MARGIN.bottom + 4 };
+    const inside = (a, b) => a >= rim.left && a <= rim.right && b >= rim.top && b <= rim.bottom;
+    const found = new Map();
+    for (const link of this.links) {
+      if (!link.parts.some(edge => edge.kind === "attention")) continue;
+      const path = curve(link).map((value, i) => value * k + (i % 2 ? y : x));
+      const seen = [inside(path[0], path[1]), inside(path[6], path[7])];
+      if (seen[0] === seen[1]) continue;
+      const [at, side] = leaves(seen[0] ? path : [6, 7, 4, 5, 2, 3, 0, 1].map(i => path[i]), inside, rim);
+      const other = (seen[0] ? link.target : link.source).lead, key = `${side}/${other.position}`;
+      const mark = found.get(key) ?? { side, at: [0, 0], n: 0, links: 0, token: tokenAt(this.graph, other.position ?? 0) };
+      found.set(key, mark);
+      mark.at = mark.at.map((sum, i) => sum + at[i]);
+      mark.links += 1;
+      mark.n += link.parts.filter(edge => edge.kind === "attention").length;
+    }
+    this.leaving.replaceChildren(...apart([...found.values()], rim).map(mark => leavingMark(mark)));
   }
 
   // ---------------------------------------------------------------------------------------- edges

@@ -23,15 +23,53 @@ function stroke(context, links, scene, more, spare) {
     context.beginPath();
     for (const [a, b, c, d, e, f, g, h] of paths) { context.moveTo(a, b); context.bezierCurveTo(c, d, e, f, g, h); }
     context.lineWidth = Math.max(width, 0.55 / k);
-    // On a dark ground thin lines need more of their colour.
-    context.strokeStyle = colour(["plus", "minus", "unsigned"][look % 3], more > 1 ? 1 : DARK.matches ? 0.42 + 0.5 * share : 0.22 + 0.6 * share);
+    // On a dark ground thin lines need more of their colour: a contrast of 4.5 to 1 (tests/analysis/test_viewer_page.py). Where
+    // thousands lie over each other, each needs less.
+    const dark = links.length > MANY ? DARK_ALPHA / 2 : DARK_ALPHA;
+    context.strokeStyle = colour(["plus", "minus", "unsigned"][look % 3], more > 1 ? 1 : DARK.matches ? dark + (1 - dark) * share : 0.22 + 0.6 * share);
     // Dashes of many thin lines cost time and say nothing.
-    const dash = Math.floor(look / 3) % 2 && (more > 1 || links.length < 1200 || share > 0.3);
+    const dash = Math.floor(look / 3) % 2 && (more > 1 || links.length < MANY || share > 0.3);
     context.setLineDash(dash ? [6, 3.5] : []);
     context.stroke();
   }
 }
 
+// Where a curve that begins in the window leaves it, [x, y] on the rim, and at which side.
+function leaves([a, b, c, d, e, f, g, h], inside, rim) {
+  const at = t => [[a, c, e, g], [b, d, f, h]].map(([p, q, r, s]) => (1 - t) ** 3 * p + 3 * t * (1 - t) ** 2 * q + 3 * t * t * (1 - t) * r + t ** 3 * s);
+  let [low, high] = [0, 1];
+  for (let t = 1; t <= 24; t++) if (!inside(...at(t / 24))) { [low, high] = [(t - 1) / 24, t / 24]; break; }
+  for (let step = 0; step < 6; step++) { const t = (low + high) / 2; if (inside(...at(t))) low = t; else high = t; }
+  const [x, y] = at(high), beyond = { left: rim.left - x, right: x - rim.right, top: rim.top - y, bottom: y - rim.bottom };
+  const side = Object.keys(beyond).reduce((p, q) => beyond[q] > beyond[p] ? q : p);
+  return [[Math.min(rim.right, Math.max(rim.left, x)), Math.min(rim.bottom, Math.max(rim.top, y))], side];
+}
+
+// Marks of one side, one after the other with room for their words; where there is none, the marks of fewest edges are left out.
+const MARK = { left: 15, right: 15, top: 64, bottom: 64 };
+function apart(marks, rim) {
+  return ["left", "right", "top", "bottom"].flatMap(side => {
+    const axis = side === "left" || side === "right" ? 1 : 0, [from, to] = axis ? [rim.top + 10, rim.bottom - 10] : [rim.left + 30, rim.right - 30];
+    const most = Math.max(1, Math.floor((to - from) / MARK[side])), of = marks.filter(mark => mark.side === side).sort((a, b) => b.n - a.n).slice(0, most);
+    for (const mark of of) mark.at = mark.at.map(sum => sum / mark.links);
+    of.sort((a, b) => a.at[axis] - b.at[axis]);
+    let next = from;
+    for (const mark of of) { mark.at[axis] = Math.max(next, Math.min(mark.at[axis], to)); next = mark.at[axis] + MARK[side]; }
+    let last = to;
+    for (const mark of [...of].reverse()) { mark.at[axis] = Math.min(mark.at[axis], last); last = mark.at[axis] - MARK[side]; }
+    return of;
+  });
+}
+const ARROWS = { left: "M2 0l7 -4.5v9z", right: "M-2 0l-7 -4.5v9z", top: "M0 2l-4.5 7h9z", bottom: "M0 -2l-4.5 -7h9z" };
+function leavingMark({ side, at, n, token }) {
+  const across = side === "left" || side === "right", words = [shortened(token, 9), n > 1 ? String(n) : ""].filter(Boolean).join(" ");
+  return make("g", { transform: `translate(${at[0].toFixed(1)} ${at[1].toFixed(1)})`, "data-leaving": `${side} ${n}` },
+    make("title", {}, `${plural(n, "attention edge")} ${n === 1 ? "goes" : "go"} on outside the window, at ${token}`),
+    make("path", { d: ARROWS[side] }),
+    make("text", { x: side === "left" ? 12 : side === "right" ? -12 : 0, y: across ? 3.5 : side === "top" ? 20 : -12, "text-anchor": side === "left" ? "start" : side === "right" ? "end" : "middle" }, words));
+}
+
+const DARK_ALPHA = 0.72, MANY = 1200;  // strength of the weakest line's colour; links
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 let COLOURS = {};
 function colour(name, alpha) {

@@ -32,7 +32,8 @@ function drawTables() {
     const nodes = scene.items.flatMap(item => item.nodes).filter(node => matches(node));
     const edges = [...scene.drawn].filter(edge => matches(edge.source) || matches(edge.target));
     const used = columns => columns.filter(([, value], i) => i < 2 || [...(columns === NODE_COLUMNS ? nodes : edges)].some(row => { const v = value(row); return v !== null && v !== undefined && v !== "" && v !== false; }));
-    return [table("nodes", `${plural(nodes.length, "node")}${name}`, used(NODE_COLUMNS), nodes), table("edges", `${plural(edges.length, "edge")}${name}`, used(EDGE_COLUMNS), edges)];
+    const drawn = countsOf(scene), caption = (found, all, word) => SEARCH ? `${count(found)} of ${plural(all, word)}${name} match` : `${plural(all, word)}${name}`;
+    return [table("nodes", caption(nodes.length, drawn.nodes, "node"), used(NODE_COLUMNS), nodes), table("edges", caption(edges.length, drawn.edges, "edge"), used(EDGE_COLUMNS), edges)];
   }));
   if (again) section.querySelector(`[data-key="${CSS.escape(again)}"]`)?.focus();
 }
