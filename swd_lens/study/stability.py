@@ -208,7 +208,9 @@ class _Measured:
         self.gram = grams_of(self.model, [self.site], text)[self.site.name]
         basis = self.factors.settings.get("basis")
         # All runs start from the side that the base was told: what text says of it is no variation of ours.
-        told = {"basis": basis} if isinstance(PRESETS.get(str(base.options["preset"])), AnnealSpec) else {}
+        # "neurons" is a word of `factorize`'s for one of the sides that the solver knows.
+        anneals = isinstance(PRESETS.get(str(base.options["preset"])), AnnealSpec)
+        told = {"basis": basis} if anneals or base.options.get("basis") == "neurons" else {}
         options = {**base.options, **told}
         self.base = Base(base.pool, base.train, options, self.factors.n_units, base.corpora, base.seed, base._texts)
         self.scores = attribute(self.model, made, base.train, dense=self.dense)
@@ -293,7 +295,7 @@ class _Measured:
         settings = {key: value for key, value in self.base.options.items() if key not in _NOT_OF_THE_SOLVER}
         settings |= {"gram": self.gram.cpu(), "tokens": self.base.n_rows * self.base.pool.shape[1]}
         plain = solve(matrix, **settings)
-        rotates = "basis" in self.base.options
+        rotates = isinstance(PRESETS.get(str(self.base.options["preset"])), AnnealSpec)
         return plain, solve(matrix, **{**settings, "start": "rotated", "seed": seed}) if rotates else None
 
     # ------------------------------------------------------------------ what a run is measured by

@@ -76,7 +76,7 @@ def trusted(
         ValueError: see `swd_lens.circuit_null`, `swd_lens.attack` and `swd_lens.dense_transfer`.
     """
     null = circuit_null(model, factors, task, circuit.scores, circuit=circuit, n=n, seed=seed, dense=dense)
-    how = {"steps": steps, "starts": starts, "max_prompts": max_prompts}
+    how: dict[str, Any] = {"steps": steps, "starts": starts, "max_prompts": max_prompts}
     worst = attack(model, factors, task, circuit, **how, n=n, seed=seed, dense=dense)
     transfer = dense_transfer(model, factors, task, circuit, seed=seed, dense=dense)
     kept = transfer.table().set_index("measure").loc["recovered"]
@@ -191,10 +191,10 @@ def _section(
 
 
 _INTRO = (
-    "Null p: of random circuits of as many edges, how many recover as much (of {n}, the smallest p is 1/{least}). "
-    "At the worst: what is left where an adversary, fitted on validation prompts, restores a tenth of the outside units in part; its p "
-    "is beside random restorations. Error term kept: the same ablations in the dense model, whose error term stays; its p is of "
-    "the gap, by sign flips over prompts.",
+    "Null p: of random circuits of as many edges, how many recover as much (of {n}, the smallest p is 1/{least}). At the "
+    "worst: what is left where an adversary, fitted on validation prompts, restores a tenth of the outside units in part; "
+    "its p is beside random restorations. Error term kept: the same ablations in the dense model, whose error term stays; "
+    "its p is of the gap, by sign flips over prompts.",
     "The tail says how far single predictions are from the dense model's, which a mean hides. Noise of the same size and "
     "covariance has the p99.9 beside it: below it the errors are kinder than chance, above it they fall on what matters.",
 )
@@ -216,7 +216,9 @@ def verdict_of(rows: Sequence[Mapping[str, Any]], card: Stability | None) -> str
 
 def _cell(row: Mapping[str, Any], name: str) -> Cell:
     value = row.get(name)
-    return value.replace("_", " ") if name == "task" else _short(value) if isinstance(value, float) else value
+    if name == "task":
+        return str(value).replace("_", " ")
+    return _short(value) if isinstance(value, float) else value
 
 
 def _short(value: Any) -> Cell:

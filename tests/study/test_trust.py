@@ -63,8 +63,8 @@ def test_the_verdict_counts():
     row = {"edges": 5, "recovered": 0.9, "null p": 0.05, "at the worst": 0.45}
     weak = row | {"null p": 0.06, "at the worst": 0.44}
     assert verdict_of([row, weak, {"surface": "x", "task": "y"}], None) == (
-        "Of 2 circuits, 1 recover more than random circuits of their size (p ≤ 0.05; no correction for how many are asked), and 1 "
-        "keep half of what they recover under the worst partial ablation found."
+        "Of 2 circuits, 1 recover more than random circuits of their size (p ≤ 0.05; no correction for how many are asked), and "
+        "1 keep half of what they recover under the worst partial ablation found."
     )
     assert verdict_of([{"surface": "x", "task": "y"}], None).startswith("No surface carries a task")
 
