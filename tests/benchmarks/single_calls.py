@@ -188,16 +188,16 @@ def summary(folder: Path, models: list[str]) -> Table:
         for name in (*BESIDE, "neurons"):
             rivals = [rows[f"{name} s={s}" if name in BESIDE else name] for rows, s in cells]
             pairs = [(rival, own) for rival, own in zip(rivals, ours, strict=True) if rival["recovered"][1] is not None]
-            line.append(_spread([rival["recovered"][1] / own["recovered"][1] for rival, own in pairs], ".2g") + " times")
+            line.append(_spread([rival["recovered"][1] / own["recovered"][1] for rival, own in pairs], ".2g", "×"))
             if name in BESIDE:
-                line.append(_spread([rival["kl"] / own["kl"] for rival, own in pairs], ".2g") + " times")
+                line.append(_spread([rival["kl"] / own["kl"] for rival, own in pairs], ".2g", "×"))
         lines.append(line)
     return Table("In short", [*columns, "neurons (exact): edges"], lines, ["left"] + ["right"] * 7)
 
 
-def _spread(values: list[float], form: str) -> str:
+def _spread(values: list[float], form: str, unit: str = "") -> str:
     """The median, and the least and the largest in brackets."""
-    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+    return f"{statistics.median(values):{form}}{unit} ({min(values):{form}}–{max(values):{form}})"
 
 
 def _edges(row: Mapping[str, Any]) -> str:
