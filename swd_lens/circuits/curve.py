@@ -116,12 +116,15 @@ class CostCurve(Record):
             return self._does_not_carry()
         of_margin = f"{c.logits:.2f} ± {c.se:.2f} of the model's {c.q_dense:.2f} logits"
         row, admissible = self.row_of(asked, "edges"), self.smallest_admissible()
-        beyond = "" if admissible is None else f" The smallest admissible prefix: {_size(admissible)} recover "
-        beyond += "" if admissible is None else f"{admissible['recovered']:.0%}."
+        beyond = ""
+        if admissible is not None:
+            share = f"{admissible['recovered']:.0%}"
+            beyond = f" The smallest admissible prefix (beyond random sets): {_size(admissible)} {_verb(admissible, 'recover')} {share}."
         if row is None:
             reaches = f"no prefix reaches {asked} on {self.chosen_on} prompts"
             return f"{self.surface} carries {of_margin} of {self.task}; {reaches}.{beyond}"
-        does = f"recover {row['recovered']:.0%} of it" if asked.of == "recovered" else f"reach {asked}"
+        recovers = f"{_verb(row, 'recover')} {row['recovered']:.0%} of it"
+        does = recovers if asked.of == "recovered" else f"{_verb(row, 'reach', 'es')} {asked}"
         return f"{self.surface} carries {of_margin} of {self.task}; {_size(row)} {does}.{beyond}"
 
     def _does_not_carry(self) -> str:
@@ -350,4 +353,8 @@ class CostCurve(Record):
 
 
 def _size(row: Mapping[str, Any]) -> str:
-    return f"{int(row['units']):,} units with {int(row['edges']):,} active edges"
+    return f"{int(row['units']):,} unit{'s' * (row['units'] != 1)} with {int(row['edges']):,} active edges"
+
+
+def _verb(row: Mapping[str, Any], verb: str, ending: str = "s") -> str:
+    return verb + ending * (row["units"] == 1)

@@ -71,7 +71,7 @@ def test_what_is_chosen_on_validation_prompts_is_measured_on_test_prompts():
     assert (curve().cost_at(), one.cost_at()) == (30, 10)
     assert one.row_at()["recovered"] == 4 / 9  # which the test prompts say of it
     assert one.cost_at(sufficiency=0.85) == 10 and one.circuit_at(sufficiency=0.85).n_units == 1
-    assert "1 units with 10 active edges recover 44% of it" in one.in_words()
+    assert "1 unit with 10 active edges recovers 44% of it" in one.in_words()
     with pytest.raises(ValueError, match=r"on the validation prompts; the highest sufficiency is 1\.000"):
         one.circuit_at(sufficiency=1.01)
 
@@ -95,7 +95,7 @@ def test_a_surface_that_does_not_carry_the_task_has_a_sentence_and_no_cost():
 def test_the_smallest_admissible_prefix_beats_random_sets():
     random = ROWS.assign(**{"random drop": [np.nan, 1.2, 1.4, 0.5, np.nan]})
     assert curve(validation=random).smallest_admissible()["units"] == 2  # the first whose drop is above
-    assert " The smallest admissible prefix: 2 units with 14 active edges recover " in curve(validation=random).in_words()
+    assert " The smallest admissible prefix (beyond random sets): 2 units with 14 active edges recover " in curve(validation=random).in_words()
     assert "admissible" not in curve().in_words()
     assert curve(validation=random.assign(**{"random drop": 9.0})).smallest_admissible() is None
     assert curve(validation=ROWS).smallest_admissible() is None and curve().smallest_admissible() is None
