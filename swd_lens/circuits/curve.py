@@ -118,8 +118,8 @@ class CostCurve(Record):
         row, admissible = self.row_of(asked, "edges"), self.smallest_admissible()
         beyond = ""
         if admissible is not None:
-            share = f"{admissible['recovered']:.0%}"
-            beyond = f" The smallest admissible prefix (beyond random sets): {_size(admissible)} {_verb(admissible, 'recover')} {share}."
+            recovers = f"{_size(admissible)} {_verb(admissible, 'recover')} {admissible['recovered']:.0%}"
+            beyond = f" The smallest admissible prefix (beyond random sets): {recovers}."
         if row is None:
             reaches = f"no prefix reaches {asked} on {self.chosen_on} prompts"
             return f"{self.surface} carries {of_margin} of {self.task}; {reaches}.{beyond}"

@@ -95,7 +95,8 @@ def test_a_surface_that_does_not_carry_the_task_has_a_sentence_and_no_cost():
 def test_the_smallest_admissible_prefix_beats_random_sets():
     random = ROWS.assign(**{"random drop": [np.nan, 1.2, 1.4, 0.5, np.nan]})
     assert curve(validation=random).smallest_admissible()["units"] == 2  # the first whose drop is above
-    assert " The smallest admissible prefix (beyond random sets): 2 units with 14 active edges recover " in curve(validation=random).in_words()
+    said = curve(validation=random).in_words()
+    assert " The smallest admissible prefix (beyond random sets): 2 units with 14 active edges recover " in said
     assert "admissible" not in curve().in_words()
     assert curve(validation=random.assign(**{"random drop": 9.0})).smallest_admissible() is None
     assert curve(validation=ROWS).smallest_admissible() is None and curve().smallest_admissible() is None
