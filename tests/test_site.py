@@ -124,7 +124,7 @@ def test_a_notebook_becomes_a_page_with_its_outputs(site):
     kept = re.findall(r'<div id="(swd-output-[\w-]+)"></div>', page)
     finished = site.on_post_page(page, None, None)
     assert kept and finished.count('<div class="swd-output"') == len(kept) and "<svg" in finished
-    assert len(site.notebook_pages()) == 10
+    assert len(site.notebook_pages()) == len(site.NOTEBOOKS)
     links = re.findall(r"\]\(([^)\s]+)\)", "".join(site.notebook_pages().values()))
     assert links and all("://" in link or link.startswith(("../results.md", "../changelog.md", "../models.md")) for link in links)
 

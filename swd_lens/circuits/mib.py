@@ -171,6 +171,8 @@ def mib(
     Raises:
         ValueError: an option of `attribute` or `evaluate` that there is not, or a negative number of random rankings.
         TaskError: a prompt has no corrupt one, or (positions="all") one of another length.
+
+    Source: the circuit track of MIB, Mueller et al. (2025), of which this is the protocol on units.
     """
     bounded("random", random, 0)
     dense, units = DenseCache(), UnitSet.of(model, factors)

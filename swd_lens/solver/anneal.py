@@ -253,7 +253,7 @@ def update_write(
     norm = normal.diagonal().clamp_min(0).sqrt().clamp_min_(NORM_FLOOR).unsqueeze(1)
     normal.div_(norm).div_(norm.T).diagonal().add_(phase.ridge)
     if sparse is None:
-        inverse = _inverse(normal, phase.rho)
+        inverse = torch.cholesky_inverse(wide.shifted_factor(normal, phase.rho))
         rhs = torch.mm(torch.div(read, norm.T, out=spare).T, goal, out=work.shaped(0, block.factor))
         _admm(block, norm, rhs, lambda right, out: (torch.mm(inverse, right, out=out), right), phase, work, unit_dim=0)
     else:
@@ -285,7 +285,7 @@ def update_read(
         if phase.blend > 0:
             solve = _kronecker_solver(metric, normal, phase)
         elif sparse is None:
-            inverse = _inverse(normal, phase.rho)
+            inverse = torch.cholesky_inverse(wide.shifted_factor(normal, phase.rho))
             solve = lambda right, out: (torch.mm(right, inverse, out=out), right)  # noqa: E731
         else:
             solve = wide.cholesky_right_solver(normal, phase.rho)
@@ -305,11 +305,6 @@ def _kronecker_solver(metric: Metric, normal: Float[Tensor, "unit unit"], phase:
         return torch.mm(torch.mm(left, rhs, out=out), right.T, out=rhs), out
 
     return solve
-
-
-def _inverse(normal: Float[Tensor, "unit unit"], rho: float) -> Float[Tensor, "unit unit"]:
-    normal.diagonal().add_(rho)
-    return torch.cholesky_inverse(torch.linalg.cholesky(normal))
 
 
 def _admm(

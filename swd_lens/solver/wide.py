@@ -80,19 +80,28 @@ def left_solver(metric: Metric, read: Float[Tensor, "d_in unit"], blend: float, 
 
 def cholesky_solver(normal: Float[Tensor, "unit unit"], rho: float) -> Solve:
     """Solves (N + rho I) X = R of few columns: cheaper than the inverse, which is as large as N."""
-    factor = _factor(normal, rho)
+    factor = shifted_factor(normal, rho)
     return lambda rhs, out: (torch.cholesky_solve(rhs, factor, out=out), rhs)
 
 
 def cholesky_right_solver(normal: Float[Tensor, "unit unit"], rho: float) -> Solve:
     """Solves X (N + rho I) = R of few rows."""
-    factor = _factor(normal, rho)
+    factor = shifted_factor(normal, rho)
     return lambda rhs, out: (out.copy_(torch.cholesky_solve(rhs.T, factor).T), rhs)
 
 
-def _factor(normal: Float[Tensor, "unit unit"], rho: float) -> Float[Tensor, "unit unit"]:
+def shifted_factor(normal: Float[Tensor, "unit unit"], rho: float) -> Float[Tensor, "unit unit"]:
+    """The Cholesky factor of N + rho I; N is overwritten.
+
+    N is a product with its transpose, but where a Gram has few directions a unit may see nothing of it but rounding, whose
+    correlations are above 1. Then eigenvalues below rho, which no such sum has, are put at rho.
+    """
     normal.diagonal().add_(rho)
-    return torch.linalg.cholesky(normal)
+    factor, info = torch.linalg.cholesky_ex(normal)
+    if int(info) == 0:
+        return factor
+    values, vectors = torch.linalg.eigh(normal)
+    return torch.linalg.cholesky((vectors * values.clamp_min(rho)) @ vectors.T)
 
 
 def as_sparse(matrix: Matrix) -> Tensor | None:

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.checks import one_of
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.solver import solve
 from swd_lens.train.baselines.coders import Coder, Transcoder
 from swd_lens.train.baselines.spec import TrainSpec, TranscoderSpec, VpdSpec
@@ -193,12 +194,15 @@ METHODS: Mapping[str, Callable[[Problem], Answer]] = {
 DENSE = frozenset({"neurons", "SVD", "dictionary learning", "transcoder", "VPD", "SWD, sparse reads"})
 
 
+@with_torch_defaults
 def answer(method: str, problem: Problem) -> Answer:
     """What a method makes of a problem.
 
     Raises:
         ValueError: an unknown method; or (SolveInputError) one that cannot make such factors: too few edges, say.
         ImportError: it needs a package that is not there.
+
+    Source: ours; each method is that of its own documentation.
     """
     one_of("method", method, METHODS)
     return METHODS[method](problem)

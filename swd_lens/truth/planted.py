@@ -54,6 +54,7 @@ class Plant:
         one_of("kind", self.kind, KINDS)
 
 
+@with_torch_defaults
 @dataclass(frozen=True)
 class Planted(TrueUnits):
     """A matrix with the units that it was made of, rotated with it.

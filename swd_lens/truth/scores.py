@@ -19,9 +19,11 @@ from scipy.optimize import linear_sum_assignment
 from scipy.stats import rankdata
 from torch import Tensor
 
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.solver import canonical
 
 
+@with_torch_defaults
 @dataclass(frozen=True)
 class TrueUnits:
     """The factors that a matrix was made of.
@@ -50,6 +52,7 @@ def _matched(truth: TrueUnits, read: Tensor, write: Tensor) -> tuple[np.ndarray,
     return ours, theirs, float(shared[ours, theirs].sum())
 
 
+@with_torch_defaults
 def support_f1(truth: TrueUnits, read: Float[Tensor, "d_in found"], write: Float[Tensor, "found d_out"]) -> float:
     """F1 of the entries of read and write factor, units matched one to one by the entries that they share; 1: all are found.
 
@@ -59,10 +62,13 @@ def support_f1(truth: TrueUnits, read: Float[Tensor, "d_in found"], write: Float
     return 2 * _matched(truth, read, write)[2] / (found + truth.edges)
 
 
+@with_torch_defaults
 def mmcs(truth: TrueUnits, read: Float[Tensor, "d_in found"], write: Float[Tensor, "found d_out"]) -> float:
     """Mean over true units of the largest |cosine| of a found rank-one piece read_i write_i with theirs; 1: all are found.
 
     Source: after Sharkey, Braun and Millidge, 2022 (mean max cosine similarity), of pieces in place of vectors.
+
+    Source: mean max cosine similarity by Sharkey, Braun and Millidge (2022); ours of rank-one pieces.
     """
     return float(_cosines(truth, read, write).amax(1).mean())
 
@@ -73,6 +79,7 @@ def _cosines(truth: TrueUnits, read: Tensor, write: Tensor) -> Float[Tensor, "un
     return (reads * (normed(truth.write.double(), dim=1) @ normed(write.double(), dim=1).T)).abs()
 
 
+@with_torch_defaults
 def column_mmcs(
     weight: Float[Tensor, "d_in d_out"], read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]
 ) -> tuple[float, float]:
@@ -94,6 +101,7 @@ def column_mmcs(
     return float(best.values.mean()), float((norms / rows.norm(dim=1)).mean())
 
 
+@with_torch_defaults
 def relative_error(weight: Float[Tensor, "d_in d_out"], read: Tensor, write: Tensor, gram: Tensor | None = None) -> float:
     """||W - read write|| / ||W||, under the Gram of the inputs where there is one."""
 
@@ -104,6 +112,7 @@ def relative_error(weight: Float[Tensor, "d_in d_out"], read: Tensor, write: Ten
     return norm(weight.double() - read.double() @ write.double()) / norm(weight.double())
 
 
+@with_torch_defaults
 def trimmed(read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"], edges: int) -> tuple[Tensor, Tensor]:
     """Keep the `edges` largest entries of both factors together, each unit's vectors brought to equal norms; the rest is zero."""
     read, write = canonical(read, write)
@@ -116,6 +125,7 @@ def trimmed(read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]
     return kept[: read.numel()].view_as(read), kept[read.numel() :].view_as(write)
 
 
+@with_torch_defaults
 def auroc(inside: Collection[float], outside: Collection[float]) -> float:
     """The chance that a score of `inside` is above one of `outside`, ties counting half; NaN where one of them is empty."""
     n, m = len(inside), len(outside)
@@ -125,6 +135,7 @@ def auroc(inside: Collection[float], outside: Collection[float]) -> float:
     return float((ranks[:n].sum() - n * (n + 1) / 2) / (n * m))
 
 
+@with_torch_defaults
 def circuit_aurocs(
     truths: Mapping[str, TrueUnits],
     circuit: Mapping[str, Collection[int]],
@@ -146,6 +157,8 @@ def circuit_aurocs(
 
     Returns:
         (of units, of edges)
+
+    Source: ours.
     """
     units: tuple[list[float], list[float]] = ([], [])
     edges: tuple[list[float], list[float]] = ([], [])

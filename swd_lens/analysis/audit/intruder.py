@@ -123,6 +123,8 @@ def intruder(
             are not finite.
         KeyError: a unit that was not audited.
         UnitSourceError: no encoder was given, and the package with the word vectors is not installed.
+
+    Source: word intrusion (Chang et al., 2009) with an encoder as the judge; ours on units' contexts.
     """
     bounded("shown", shown, 3)
     bounded("trials", trials, 1)

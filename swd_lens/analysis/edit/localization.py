@@ -135,6 +135,8 @@ def localize(
         ValueError: fewer than two tasks, two of the same name, units of a task that there is not, fewer units than an edit
             changes or than can be drawn, or a dense margin that is not positive: no share of it means anything.
         TaskError: prompts of another host.
+
+    Source: ours.
     """
     if len(tasks) < 2:
         raise ValueError(f"localization sets a task beside others; give two tasks or more, got {len(tasks)}")
