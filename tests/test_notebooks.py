@@ -40,7 +40,7 @@ def imported():
 
 
 def test_there_are_notebooks():
-    assert [path.name[:3] for path in NOTEBOOKS] == [f"{i:02d}_" for i in range(1, 11)]
+    assert [path.name[:3] for path in NOTEBOOKS] == [f"{i:02d}_" for i in range(1, 12)]
 
 
 @pytest.mark.slow
