@@ -353,8 +353,8 @@ class CostCurve(Record):
 
 
 def _size(row: Mapping[str, Any]) -> str:
-    return f"{int(row['units']):,} unit{'s' * (row['units'] != 1)} with {int(row['edges']):,} active edges"
+    return f"{int(row['units']):,} unit{'s' * (int(row['units']) != 1)} with {int(row['edges']):,} active edges"
 
 
 def _verb(row: Mapping[str, Any], verb: str, ending: str = "s") -> str:
-    return verb + ending * (row["units"] == 1)
+    return verb + ending * (int(row["units"]) == 1)
