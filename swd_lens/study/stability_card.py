@@ -38,7 +38,7 @@ class Criterion:
 
     def met(self, value: float) -> bool:
         """Whether a value meets it; NaN does not."""
-        return value >= self.threshold if self.at_least else value <= self.threshold
+        return bool(value >= self.threshold if self.at_least else value <= self.threshold)
 
     @property
     def bound(self) -> str:

@@ -197,7 +197,7 @@ def _drawn(low: float, high: float, generator: torch.Generator) -> Iterator[floa
 
 
 def _different(
-    given: Iterator[float], value: Callable[[float], float | int], own: float | None, tries: int = 64
+    given: Iterator[float | int], value: Callable[[float], float | int], own: float | int | None, tries: int = 64
 ) -> Iterator[float | int]:
     """Values that were not there before, nor the base's own; it ends where so many draws in a row give none (few units)."""
     seen, missed = {own}, 0

@@ -5,7 +5,7 @@ import io
 import pandas as pd
 from rich.console import Console
 
-from swd_lens import cli
+from swd_lens.cli import options
 from swd_lens.report import terminal
 
 
@@ -23,8 +23,8 @@ def test_long_names_leave_the_numbers_whole():
 
 def test_odd_names_are_seen_in_the_terminal(capsys):
     odd = "a\x1b[31m\x00\u202e"
-    cli.options.say(odd)
-    cli.options.show(False, {}, odd, terminal.table(odd, pd.DataFrame({odd: [odd]})))
+    options.say(odd)
+    options.show(False, {}, odd, terminal.table(odd, pd.DataFrame({odd: [odd]})))
     printed = capsys.readouterr()
     shown = printed.out + printed.err
     assert "a␛[31m␀⟨U+202E⟩" in shown.replace("\n", "") and not [c for c in shown if not c.isprintable() and c != "\n"]

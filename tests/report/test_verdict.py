@@ -1,6 +1,6 @@
 """The report's verdict: at most three sentences, whose winners are worked by hand."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,16 +11,8 @@ from swd_lens.report import verdict as module
 from swd_lens.report.page import render_report
 from swd_lens.report.verdict import verdict
 from swd_lens.study import Run
+from swd_lens.study.run_file import FactorsRecord, Replacement
 from tests.circuits.worked import by_hand
-
-
-@dataclass(frozen=True)
-class Made:
-    """As much of a replacement as the verdict asks for."""
-
-    method: str
-    surface: str
-    fidelity: Fidelity
 
 
 def curve(edges: int, task: str, carried: float = 2.0):
@@ -36,7 +28,8 @@ def run_of(monkeypatch, surfaces: dict[str, dict[str, dict[str, Any]]], kl: dict
         surface: Comparison({task: TaskComparison(task, curves, {}) for task, curves in by_task.items()}, fidelities=found)
         for surface, by_task in surfaces.items()
     }
-    subject = Made("SWD", next(iter(surfaces)), found["SWD"])
+    no_factors = FactorsRecord({}, 0, 0, 0.0)
+    subject = Replacement(next(iter(surfaces)), "SWD", no_factors, found["SWD"], 0.0)
     monkeypatch.setattr(module, "main_replacement", lambda run: subject)
     return Run({}, [], comparisons, [], 0.0)
 
