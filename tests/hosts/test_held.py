@@ -35,7 +35,7 @@ def test_the_norm_behind_a_site_makes_of_what_it_is_given_what_it_made_in_the_ru
         assert norm is not None
         torch.testing.assert_close(norm.push(given), made, rtol=1e-4, atol=1e-5)
     plain = host_of(families.bridge("llama"))
-    assert held_behind(plain, plain.sites()[0], TOKENS) is None
+    assert held_behind(plain, plain.sites()[0], torch.ones(1, 7, 16)) is None
 
 
 def test_the_scale_is_that_of_the_hosts_norm():
