@@ -102,12 +102,12 @@ class Attack(SavedRecord):
 
     @property
     def own(self) -> float:
-        """What the circuit recovers by itself; NaN where the surface does not carry the task."""
+        """Recovered by the circuit itself; NaN where the surface does not carry the task."""
         return float(self._run("circuit")["recovered"].iloc[0])
 
     @property
     def recovered(self) -> float:
-        """What it recovers under attack, at the largest budget; NaN where the surface does not carry the task."""
+        """Recovered under attack, at the largest budget; NaN where the surface does not carry the task."""
         return self.recovered_at(self.budgets[-1])
 
     @property
@@ -116,7 +116,7 @@ class Attack(SavedRecord):
         return self.p_at(self.budgets[-1])
 
     def recovered_at(self, budget: float | int) -> float:
-        """What the circuit recovers under attack with one of the budgets; see point 4 of the module."""
+        """Recovered under attack with one of the budgets; see point 4 of the module."""
         allowed = self.rows[(self.rows["run"] != "random") & (self.rows["budget"] <= budget)]
         return float(allowed["recovered"].min()) if self.carries else float("nan")
 

@@ -192,7 +192,7 @@ class _Judged:
     kl: bool
 
     def of_prompts(self, prompts: slice) -> "_Judged":
-        """The same circuits, on some of the prompts."""
+        """Take some of the prompts, with all circuits."""
         return _Judged(self.outcome.of_prompts(prompts), self.full.of_prompts(prompts), self.dense.of_prompts(prompts), self.kl)
 
     @property

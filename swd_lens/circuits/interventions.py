@@ -78,7 +78,7 @@ class Outcome:
             getattr(self, name)[runs[:, None], bucket.index] = of_bucket.expand(len(runs), -1)
 
     def of_prompts(self, prompts: slice) -> "Outcome":
-        """The same runs, of some of the prompts."""
+        """Take some of the prompts, with all runs."""
         return Outcome(self.margins[:, prompts], self.correct[:, prompts], self.kl[:, prompts])
 
     @property

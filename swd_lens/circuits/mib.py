@@ -220,7 +220,7 @@ def _values(curve: CostCurve) -> list[float]:
 
 
 def _by_magnitude(scores: UnitScores) -> UnitScores:
-    """The same scores, ranked by the magnitude of the mean (not by the mean of magnitudes, which is sign="absolute")."""
+    """Scores ranked by the magnitude of the mean (not by the mean of magnitudes, which is sign="absolute")."""
     magnitudes = {site: of_site.abs() for site, of_site in scores.scores.items()}
     return replace(scores, scores=magnitudes, settings={**scores.settings, "sign": "magnitude of the signed mean"})
 

@@ -2,7 +2,7 @@
 
 1. In the replacement a kept circuit gives y = sum over its units of z_i B_i + sum over the others of mu_i B_i + b: what the units
    do not explain of h W is gone in every run, and circuits are judged by a model without it.
-2. With the error term kept, y = h W + b - sum over the others of (z_i - mu_i) B_i (projection.py, `keeping_errors`). All units
+2. With the error term kept, y = h W + b - sum over the others of (z_i - mu_i) B_i (`Attachment.keeping_errors`). All units
    kept is the dense host to the bit; with exact factors both ways are one.
 3. The circuit, the empty one and the circuit ablated are run both ways on the test prompts; the gap is the value with the error
    term less that in the replacement, of what is recovered, of sufficiency and of the drop.
@@ -181,7 +181,7 @@ def dense_transfer(
 
 
 def _carried(prompts: pd.DataFrame, way: str) -> tuple[Carried, float, float]:
-    """What the surface carries one way, and its mean margins with all units and with none."""
+    """The part that the surface carries one way, and its mean margins with all units and with none."""
     columns = (f"full ({way})", f"empty ({way})", f"full ({WAYS[1]})")
     full, empty, dense = (torch.tensor(prompts[column].to_numpy()) for column in columns)
     return Carried.of(full, empty, float(dense.mean())), float(full.mean()), float(empty.mean())

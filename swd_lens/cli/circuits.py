@@ -147,7 +147,7 @@ def circuit(
     ] = None,
     n_test: Annotated[int, Option(help="Prompts of each task that judge circuits.", min=1)] = 200,
     positions: Annotated[list[str], Option(help="'scoring' (paper), 'all', or both by repeating.")] = ["scoring"],  # noqa: B006 - typer copies it
-    ablation: Annotated[list[str], Option(help="In place of a unit: its 'mean' (paper), 'zero', or both.")] = ["mean"],  # noqa: B006 - too
+    ablation: Annotated[list[str], Option(help="In a unit's place: 'mean' (paper), 'zero', or both.")] = ["mean"],  # noqa: B006 - typer copies it
     controls: Annotated[
         str | None,
         Option(

@@ -109,7 +109,7 @@ def _case(contest: _Contest, surfaces: bool) -> str:
 
 
 def _behaviour(contests: list[_Contest], subject: Replacement) -> str:
-    """What the subject does to predictions; and which methods are cheaper than the winner, and move the model more."""
+    """The subject's effect on predictions; and which methods are cheaper than the winner, and move the model more."""
     f = subject.fidelity
     se = "" if f.ce_delta_se is None else f" ± {fixed(f.ce_delta_se, 4)}"
     said = f"{subject.method} at {subject.surface} moves cross-entropy on held-out text by {signed(f.ce_delta, 4)}{se} nats"

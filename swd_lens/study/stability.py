@@ -356,7 +356,7 @@ class _Measured:
 
     @cached_property
     def _inputs(self) -> Float[Tensor, "prompt d_in"]:
-        """What the site reads at the scoring position of every test prompt, less the mean: no run changes it."""
+        """Inputs of the site at the scoring position of every test prompt, less the mean: no run changes it."""
         host, inputs = host_of(self.model), torch.zeros(len(self.task.test), self.site.d_in, dtype=torch.float64)
         for bucket in self.task.test.buckets(_BATCH):
             seen = record(host, bucket.tokens, inputs=[self.site], keep=lambda h: h[:, -1].double().cpu())

@@ -205,7 +205,7 @@ class Stability(SavedRecord):
         )
 
     def notes(self) -> list[str]:
-        """What has to be known beside the verdict, in sentences."""
+        """Everything that has to be known beside the verdict, in sentences."""
         said = [f"Not varied: {axis}: {reason}." for axis, reason in self.left_out.items()]
         lost = int((~self.runs["carries"].astype(bool)).sum())
         if lost:

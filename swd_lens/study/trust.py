@@ -56,7 +56,7 @@ def trusted(
     seed: int = 0,
     dense: DenseCache | None = None,
 ) -> dict[str, float]:
-    """What one circuit is worth beside its null, its worst case and the dense model, on the task's test prompts (ours).
+    """Hold one circuit against its null, its worst case and the dense model, on the task's test prompts (ours).
 
     Args:
         model: the host, with these sites not attached.
@@ -105,7 +105,8 @@ def look_at_trust(
         run: with its curves' scores, as `swd_lens.run_study` returns it; a loaded one has none.
         tasks: of the run.
         text: held-out rows, for the tail of disagreement.
-        vary: a surface of one matrix; the units of its smallest circuit get a stability card. None = no card.
+        vary: a surface of one matrix, named as its site; the units of its smallest circuit get a stability
+            card, at their sparsity. None = no card.
         calibration_tokens: what those units are factorized on.
         n: random circuits, random restorations and noises beside each; the smallest p is 1 / (n + 1).
         runs, nulls: of the card.
@@ -132,7 +133,8 @@ def look_at_trust(
     card = None
     smallest = min((row for row in rows if row["surface"] == vary and "edges" in row), key=lambda row: row["edges"], default=None)
     if smallest is not None:
-        how = {"n": runs, "nulls": nulls, "out": out, "progress": progress}
+        [factors] = smallest["factors"].values()
+        how = {"sparsity": factors.settings["sparsity"], "n": runs, "nulls": nulls, "out": out, "progress": progress}
         card = stability(model, smallest["surface"], by_name[smallest["task"]], tokens=calibration_tokens, **how)
     return _section(rows, tails, card, n)
 
@@ -148,7 +150,7 @@ def _row_of(model: Any, run: Run, surface: str, task: Task, n: int, dense: Dense
         return row
     method = min(priced, key=lambda each: priced[each])
     circuit = curves[method].circuit_at()
-    row |= {"method": method, "units": circuit.n_units, "edges": circuit.n_edges}
+    row |= {"method": method, "units": circuit.n_units, "edges": circuit.n_edges, "factors": ours[method].factors}
     return row | trusted(model, ours[method].factors, task, circuit, n=n, dense=dense)
 
 

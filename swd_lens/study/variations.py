@@ -46,7 +46,7 @@ _LEAST_TEMPLATES = 2
 
 @dataclass(frozen=True)
 class Setting:
-    """What one run is made with.
+    """Text, prompts and options that one run is made with.
 
     Attributes:
         rows: (rows, pos) calibration ids.
@@ -106,7 +106,7 @@ class Base:
         return CalibrationText(rows, model)
 
     def generator(self, axis: str, draw: int) -> torch.Generator:
-        """Of one draw along an axis."""
+        """The generator of one draw along an axis."""
         return torch.Generator().manual_seed(((self.seed * 7919 + draw) * 101 + list(AXES).index(axis)) % 2**63)
 
     def half_of_prompts(self, draw: int) -> TaskSplit:

@@ -48,7 +48,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a method found: read and write vectors, and the coder that has them, where units are no product of the two."""
+    """A method's finding: read and write vectors, and the coder that has them, where units are no product of the two."""
 
     read: Float[Tensor, "d_in unit"]
     write: Float[Tensor, "unit d_out"]
@@ -196,7 +196,7 @@ DENSE = frozenset({"neurons", "SVD", "dictionary learning", "transcoder", "VPD",
 
 @with_torch_defaults
 def answer(method: str, problem: Problem) -> Answer:
-    """What a method makes of a problem.
+    """Solve a problem by one method.
 
     Raises:
         ValueError: an unknown method; or (SolveInputError) one that cannot make such factors: too few edges, say.

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -97,7 +97,7 @@ _SAMPLES = 8192
 
 @dataclass(frozen=True, repr=False)
 class TruthTable(SavedRecord):
-    """What each method found of matrices whose units are known.
+    """Each method's findings on matrices whose units are known.
 
     Attributes:
         rows: part, case, method; units and edges of the answer; F1 of supports, MMCS of rank-one pieces, relative error of W; on
@@ -224,8 +224,8 @@ def run_truth(
         made = lru_cache(2)(lambda part, case, seed: _case(part, case, seed, cache))
         for done, (part, case, method, seed) in enumerate(tqdm(steps, desc="truth", unit="answer", disable=not progress)):
             about = {"part": part, "case": case, "method": method, "seed": seed}
-            measure = lambda p=part, c=case, m=method, s=seed: _measured(made(p, c, s), m)  # noqa: E731
-            rows.append({**about, **cache.values((part, case, method, str(seed)), measure, dict)})
+            key, measure = (part, case, method, str(seed)), partial(_measured, partial(made, part, case, seed), method)
+            rows.append({**about, **cache.values(key, measure, dict)})
             reached(f", {done + 1} of {len(steps)} answers finished")
             if part == "toys" and case not in toys:
                 toys[case] = cache.values((part, case, "loss"), lambda c=case, s=seed: _losses(made("toys", c, s)), dict)
@@ -305,7 +305,7 @@ def _clean(vectors: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _inputs_of(host: Compiled, layer: int) -> Tensor:
-    """What enters attn_o at every position of the training prompts, (token, d_in)."""
+    """Inputs of attn_o at every position of the training prompts, (token, d_in)."""
     name, taken = f"blocks.{layer}.attn.hook_z", []
     for task in host.tasks.values():
         for row in task.train.tokens:
@@ -343,9 +343,9 @@ def _losses(case: _Case) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- measures
 
 
-def _measured(case: _Case, method: str) -> dict[str, Any]:
+def _measured(make: Callable[[], _Case], method: str) -> dict[str, Any]:
     """A method's answers to a case's matrices, measured; means over these, sums of units and edges."""
-    began = time.perf_counter()
+    case, began = make(), time.perf_counter()
     try:
         answers = {site: answer(method, problem) for site, problem in case.problems.items()}
     except SolveInputError:

@@ -40,7 +40,7 @@ from swd_lens.hosts.weights import keep_watch
 from swd_lens.units.cache import cover_helpers
 from swd_lens.units.integrity import Offsets, Probe
 from swd_lens.units.match import check_units, dtype_of
-from swd_lens.units.projection import Projection, Watch, bypassed, keeping_errors, projection_of, watch_block
+from swd_lens.units.projection import Projection, Watch, projection_of, switched, watch_block
 from swd_lens.units.unit_set import UnitSet
 
 PROBE_LENGTH = 16
@@ -95,7 +95,7 @@ class Attachment:
 
         Ablating unit i takes (z_i - mu_i) B_i off the dense output; what the units do not explain of it stays.
         """
-        with keeping_errors(self._projections.values()):
+        with switched(self._projections.values(), "keeps_error"):
             yield
 
     def _require_unedited(self) -> None:
@@ -112,7 +112,7 @@ class Attachment:
         It computes what it computes without units, to the bit. No z is computed, and hooks on z are not called; rewriting
         weights stays refused.
         """
-        with bypassed(self._projections.values()):
+        with switched(self._projections.values(), "bypassed"):
             yield
 
     @unparted

@@ -2,8 +2,8 @@
 
 1. `UnitProjection` holds factors: z = h @ read, y = z @ write + bias.
 2. `CoderProjection` holds an encode/decode pair (coder.py).
-3. `bypassed` is the dense host for a moment, with the projections left in their places; `keeping_errors` is the dense host with
-   only what hooks change in z: what the units do not explain of the output stays in it.
+3. `switched` has projections left in their places for a moment: "bypassed" they are the dense host; with "keeps_error" they are
+   the dense host with only what hooks change in z, and the part of the output that units do not explain stays in it.
 4. `projection_of` makes the one that a unit source needs, on the host's device and in its dtype.
 5. `Watch` says whether the matrix and the factors of an attached site are still those that were attached. Both are marked
    (base/snapshots.py) when the site is mounted: the parameters that hold the matrix, and read, write and offsets of factors; an
@@ -162,30 +162,16 @@ class Projection(nn.Module):
 
 @contextmanager
 @unparted
-def bypassed(projections: Iterable[Projection]) -> Iterator[None]:
-    """While open, these projections hand over to the host's own products; afterwards each is as it was."""
-    before = [(projection, projection.bypassed) for projection in projections]
+def switched(projections: Iterable[Projection], switch: str) -> Iterator[None]:
+    """While open, "bypassed" or "keeps_error" is true of these projections; afterwards each is as it was."""
+    before = [(projection, getattr(projection, switch)) for projection in projections]
     try:
         for projection, _ in before:
-            projection.bypassed = True
+            setattr(projection, switch, True)
         yield
     finally:
         for projection, was in before:
-            projection.bypassed = was
-
-
-@contextmanager
-@unparted
-def keeping_errors(projections: Iterable[Projection]) -> Iterator[None]:
-    """While open, these projections give the dense product and what hooks change in z besides; afterwards each is as it was."""
-    before = [(projection, projection.keeps_error) for projection in projections]
-    try:
-        for projection, _ in before:
-            projection.keeps_error = True
-        yield
-    finally:
-        for projection, was in before:
-            projection.keeps_error = was
+            setattr(projection, switch, was)
 
 
 class UnitProjection(Projection):

@@ -75,3 +75,24 @@ def test_what_is_refused(default_model, tasks, run):
         look_at_trust(default_model, run, tasks, text, vary=SITE)
     with pytest.raises(ValueError, match="vary"):
         look_at_trust(default_model, run, tasks, text, vary="blocks.0.mlp_out", calibration_tokens=text)
+
+
+def test_the_card_has_the_sparsity_of_the_circuit(default_model, tasks, run, monkeypatch):
+    asked: dict[str, float] = {}
+
+    def refused(*args, **how):
+        asked.update(how)
+        raise RuntimeError("the card is asked for")
+
+    monkeypatch.setattr("swd_lens.study.trust.stability", refused)
+    text = swd.text_tokens(256, split="test")
+    other = replace(run, replacements=[replace(r, factors=at(r.factors, 0.6)) for r in run.replacements])
+    with pytest.raises(RuntimeError, match="the card is asked for"):
+        look_at_trust(default_model, other, tasks, text, vary=SITE, calibration_tokens=text, n=2)
+    assert asked["sparsity"] == 0.6
+
+
+def at(factors, sparsity):
+    """These factors as if another sparsity had been asked for; they stay the ones that the scores are of."""
+    [(site, f)] = factors.items()
+    return swd.FactorSet({site: replace(f, settings={**f.settings, "sparsity": sparsity})}, factors.provenance)

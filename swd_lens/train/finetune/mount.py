@@ -24,7 +24,7 @@ from swd_lens.hosts.frozen import frozen
 from swd_lens.hosts.predictions import Predictions
 from swd_lens.units import Projection, UnitSet, attach
 from swd_lens.units.factors import Factors
-from swd_lens.units.projection import UnitHookPoint, bypassed, watch_block
+from swd_lens.units.projection import UnitHookPoint, switched, watch_block
 
 # The smallest number with full precision: below it arithmetic may flush to zero. bfloat16 holds it, too.
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -121,7 +121,7 @@ class Mounted:
         """A run for `predictions`: of the host with the factors, with gradient where it is on; or of the dense host, without."""
         if not dense:
             return self.predictions.run(rows)
-        with torch.no_grad(), bypassed(self.projections.values()):
+        with torch.no_grad(), switched(self.projections.values(), "bypassed"):
             return self.predictions.run(rows)
 
 
