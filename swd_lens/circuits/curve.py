@@ -60,8 +60,9 @@ class CostCurve(Record):
         settings: the scores' settings plus ablation, split and number of prompts.
         validation: the same prefixes on the validation prompts: "units", "edges", "recovered", "recovered of dense",
             "sufficiency", "drop", "q keep", "q ablate", and "random drop", the 95th percentile of the drops of random sets of as
-            many edges (NaN where none were drawn: they are, up to the first prefix that is above). Without rows where a single
-            split was given: then prefixes are chosen on the prompts that judge them.
+            many edges (of a carried task, up to the first prefix that is above; NaN elsewhere). "random sets" is how many were
+            run: fewer than asked for where it was sure before that the percentile is not below the drop; then it is the least
+            that it can be. Without rows where a single split was given: then prefixes are chosen on the prompts that judge them.
         scores: what ranked the units; edges, bits: site -> (unit,) their active edges, and what they take to write down.
         margins: every test prompt's margin, in logits: "keep" and "ablate" (prefix, prompt), "full" and "dense" (prompt,).
     """

@@ -13,6 +13,7 @@
 `evaluate_circuits` does the same for circuits of any other making.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
@@ -40,9 +41,10 @@ from swd_lens.hosts.recording import standing_hooks
 from swd_lens.tasks.task import Task, TaskSplit
 from swd_lens.units import UnitSet, attach
 
-RANDOM_SETS = 50  # beside each prefix, until one is admissible; the paper's code draws as many
+RANDOM_SETS = 50  # beside each prefix, until one is admissible, at most; the paper's code draws as many
 _CHOICE = ["recovered", "recovered of dense", "sufficiency", "drop", "q keep", "q ablate"]  # what a prefix is chosen by
 _BEST_RANDOM = 0.95  # the percentile of their drops that an admissible prefix is above
+_FIRST_ROUND = 10  # random sets that are run before the others
 _PAPER_LENGTHS = (640,)  # of the paper's code, beside the powers
 
 
@@ -106,7 +108,8 @@ def evaluate(
         runner_of = partial(InterventionRunner, host_of(model), attachment, scores=scores, ablation=ablation, **how)
         if isinstance(prompts, Task):
             judged, chosen_by = _judged_on_both(runner_of, prompts, prefixes, kl, progress, dense)
-            validation = _on_validation(partial(runner_of, prompts.validation), chosen_by, prompts, prefixes, random_sets, seed)
+            of_validation, carried = partial(runner_of, prompts.validation), judged.carried.enough
+            validation = _on_validation(of_validation, chosen_by, prompts, prefixes, random_sets, seed, carried)
         else:
             judged = _judged(runner_of(split, progress=progress), prefixes.lengths, prefixes.left_out, kl=kl)
     settings = {**scores.settings, "ablation": ablation, "test_split": split.name, "n_test": len(split)}
@@ -257,28 +260,57 @@ def _judged_on_both(
 
 
 def _on_validation(
-    runner_of: Callable[[], InterventionRunner], judged: _Judged, task: Task, prefixes: _Prefixes, random_sets: int, seed: int
+    runner_of: Callable[..., InterventionRunner],
+    judged: _Judged,
+    task: Task,
+    prefixes: _Prefixes,
+    random_sets: int,
+    seed: int,
+    carried: bool,
 ) -> pd.DataFrame:
-    """`CostCurve.validation`: the prefixes on the validation prompts, and the drops of random sets beside them."""
+    """`CostCurve.validation`: the prefixes on the validation prompts, and, of a task that is carried, the drops of random sets
+    beside them."""
     margins = judged.margins
     # Whether they carry the task is said of the test prompts; here any positive difference can be a denominator.
-    carried = Carried(float((margins.full - margins.empty).mean()), 0.0, 0.0)
-    rows = measured(margins, carried, task.validation.task, warn=False)
+    enough = Carried(float((margins.full - margins.empty).mean()), 0.0, 0.0)
+    rows = measured(margins, enough, task.validation.task, warn=False)
     rows = pd.concat([prefixes.costs, rows[_CHOICE]], axis=1)
     if not random_sets:
         return rows
-    runner = runner_of()
+    runner = runner_of(keep=True)
     generator = torch.Generator().manual_seed(seed)
     places = {site: ranks - 1 for site, ranks in prefixes.ranks.items()}
-    best = [float("nan")] * len(rows)
+    best, drawn = [float("nan")] * len(rows), [0] * len(rows)
     for i, (n_edges, drop) in enumerate(zip(rows["edges"], rows["drop"], strict=True)):
-        if n_edges and carried.enough:
-            drawn = torch.stack([random_set(prefixes.ranked, n_edges, generator) for _ in range(random_sets)])
-            ablated, _ = runner.run(random_sets, lambda rows, d=drawn: {s: d[rows][:, at] for s, at in places.items()})
-            best[i] = float(torch.quantile(float(judged.full.q) - ablated.q, _BEST_RANDOM))
+        # Of units that do not carry the task no prefix is admissible, whatever random sets do.
+        if n_edges and enough.enough and carried:
+            sets = torch.stack([random_set(prefixes.ranked, n_edges, generator) for _ in range(random_sets)])
+            masks = {site: sets[:, at] for site, at in places.items()}
+            best[i], drawn[i] = _random_drop(runner, masks, float(judged.full.q), float(drop))
             if drop > best[i]:
                 break
-    return rows.assign(**{"random drop": best})
+    return rows.assign(**{"random drop": best, "random sets": drawn})
+
+
+def _random_drop(runner: InterventionRunner, sets: Masks, full: float, drop: float) -> tuple[float, int]:
+    """The percentile `_BEST_RANDOM` of the drops of random sets, and how many were run.
+
+    Where it is sure after the first ones that the percentile is not below `drop`, the others are not run, and it is the least
+    that it can be.
+    """
+    n = len(next(iter(sets.values())))
+    drops, done, percentile = torch.full((n,), -math.inf, dtype=torch.float64), 0, -math.inf
+    place = _BEST_RANDOM * (n - 1)
+    while done < n and percentile < drop:
+        some = slice(done, n if done else _FIRST_ROUND)
+        of_round = {site: of_site[some] for site, of_site in sets.items()}
+        ablated, _ = runner.run(len(drops[some]), lambda rows, of=of_round: {site: mask[rows] for site, mask in of.items()})
+        drops[some] = full - ablated.q
+        done += ablated.margins.shape[0]
+        # As `torch.quantile` has it; sets that were not run count as the lowest.
+        below, above = drops.sort().values[[math.floor(place), math.ceil(place)]]
+        percentile = float(below if math.isinf(below) else torch.lerp(below, above, place % 1))
+    return percentile, done
 
 
 def _curve(judged: _Judged, prefixes: _Prefixes, task: str, settings: Mapping[str, Any], validation: pd.DataFrame) -> CostCurve:

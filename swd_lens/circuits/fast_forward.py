@@ -7,7 +7,8 @@
 3. Where the first replaced layer holds mlp_out alone, its z is the same in every run, and its output is added to the
    residual stream: what leaves the layer is the shared residual plus (z' - z) @ write, and runs start a layer later.
 4. Only the last position's logits are wanted: the last block computes of the others keys and values alone.
-5. Many interventions are run at once: the prompts are repeated, one copy per intervention.
+5. Many interventions are run at once: the prompts are repeated, one copy per intervention. Their attention reads the kept
+   keys and values where they lie, and copies none (`Host.share_prefix`).
 
 Each is exact where a host is built as most are, but not every host is (a norm may follow the MLP, attention may look both
 ways). So `find_fast_forward` runs a few prompts plainly and by each shortcut, and keeps those that agree.
@@ -22,6 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from swd_lens.base.undo import Undo
 from swd_lens.circuits.ablation import replaced
 from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.hosts import Host, Start
@@ -52,6 +54,7 @@ class FastForward:
         begins: what enters this block is kept for other replacements, too; 0: nothing is.
         known: the one site of block layer - 1, whose z is known before a run starts; or None.
         keeps_prefix: whether all positions but the last are run once (positions="scoring" only).
+        shares: whether attention reads the kept positions without a copy for each intervention.
         short: whether the last block computes of all positions but the last only keys and values.
     """
 
@@ -59,6 +62,7 @@ class FastForward:
     layer: int = 0
     known: Site | None = None
     keeps_prefix: bool = False
+    shares: bool = False
     short: bool = False
     begins: int = 0
 
@@ -89,6 +93,8 @@ class Runner:
     def __init__(self, host: Host, units: Mapping[str, Units], fast_forward: FastForward, dense: DenseCache | None = None):
         self.host, self.units, self.fast_forward = host, units, fast_forward
         self.dense = DenseCache(0) if dense is None else dense
+        points = host.model.hook_dict
+        self._points = {site: points[hook_name(site)] for site in units}
 
     def share(self, tokens: Int[Tensor, "batch pos"]) -> Shared:
         """Compute once what interventions on these prompts share."""
@@ -126,14 +132,16 @@ class Runner:
             if known is not None and shared.z is not None:
                 residual = self._moved(residual, known, shared.z, masks[known.name], values[known.name])
             start = Start(start.layer, residual.flatten(0, 1))
-        hooks = [
-            (hook_name(site), self._hook(mask, values[site]))
-            for site, mask in masks.items()
-            if (known is None or site != known.name) and mask.any()
-        ]
         tokens, prefix = shared.tokens.repeat(circuits, 1), shared.prefix
         prefix = host.repeat_prefix(prefix, circuits, self.fast_forward.layer) if prefix is not None else None
-        with host.model.hooks(fwd_hooks=hooks):
+        undo = Undo()
+        with undo, undo:
+            for site, mask in masks.items():
+                if (known is None or site != known.name) and mask.any():
+                    # Not model.hooks(): its end goes through every hook point of the model.
+                    undo.push(self._points[site].register_forward_hook(self._hook(mask, values[site])).remove)
+            if self.fast_forward.shares:
+                host.share_prefix(undo.push)
             logits = host.last_logits(tokens, prefix, start=start, token_ids=token_ids, short=self.fast_forward.short)
         return logits.view(circuits, batch, -1)
 
@@ -152,7 +160,7 @@ class Runner:
         return (residual.float() + written).to(residual)
 
     def _hook(self, mask: Tensor, value: Tensor) -> Callable[..., Tensor]:
-        def hook_fn(z: Float[Tensor, "rows pos unit"], hook: Any) -> Float[Tensor, "rows pos unit"]:
+        def hook_fn(point: Any, args: Any, z: Float[Tensor, "rows pos unit"]) -> Float[Tensor, "rows pos unit"]:
             by_circuit = z.view(len(mask), -1, *z.shape[1:])
             # In a short last block there is the last position only.
             return replaced(by_circuit, mask[:, None], value, self.fast_forward.positions).flatten(0, 1)
@@ -215,7 +223,8 @@ def _agreeing(
             return runner.logits(runner.share(tokens), masks, values)
 
     best = plainly = FastForward(positions)
-    half = {name: torch.arange(of_site.n_units)[None] % 2 == 0 for name, of_site in units.items()}
+    # Two interventions, so that something is shared: either half of the units.
+    half = {name: (torch.arange(of_site.n_units) + torch.tensor([[0], [1]])) % 2 == 0 for name, of_site in units.items()}
     plain = run(plainly, half)
     for step in _steps(host, sites, units, positions, known, dense is not None):
         tried = replace(best, **step)
@@ -235,6 +244,13 @@ def _agreeing(
     return best
 
 
+def _can_share(host: Host) -> bool:
+    """Whether some layers need not copy a prefix for each of its copies."""
+    undo = Undo()
+    with undo, undo:
+        return host.share_prefix(undo.push)
+
+
 def _steps(
     host: Host, sites: list[Site], units: Mapping[str, Units], positions: str, known: bool, shares: bool
 ) -> Iterator[dict[str, Any]]:
@@ -242,6 +258,8 @@ def _steps(
     layer = min(site.layer for site in sites)
     if positions == "scoring":
         yield {"keeps_prefix": True}
+        if _can_share(host):
+            yield {"keeps_prefix": True, "shares": True}
     if layer:
         yield {"layer": layer, "begins": layer} if shares else {"layer": layer}
     first = [site for site in sites if site.layer == layer]

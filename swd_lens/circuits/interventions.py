@@ -30,6 +30,7 @@ from swd_lens.tasks.task import Bucket, TaskSplit
 from swd_lens.units import Attachment
 
 _LOGITS_AT_ONCE = 2**26  # a quarter of a gigabyte in float32
+_KEPT_BYTES = 2**28  # of what is shared, between calls
 _OF_BACKWARD = 4  # a pass with gradients has this part of the tokens at once: it keeps what every layer computed
 
 
@@ -106,7 +107,7 @@ class InterventionRunner:
         ablation: see `Reference`.
         batch_size: prompts per bucket.
         tokens_per_forward: prompts x positions x interventions at once; bounds memory.
-        keep: keep what is shared between calls of `run` (for searches, which call it often).
+        keep: keep what is shared between calls of `run` (for searches, which call it often), of as many buckets as have room.
         dense: what the dense host gives on the prompts, kept for other replacements.
 
     Raises:
@@ -144,7 +145,7 @@ class InterventionRunner:
         self.reference = Reference(host, attachment.sites, scores, ablation, split)
         fast_forward = find_fast_forward(host, attachment.sites, attachment.factors, split, positions, dense=dense)
         self.runner = Runner(host, attachment.factors, fast_forward, dense)
-        self._kept: list[tuple[Bucket, Shared, Values]] = []
+        self._kept: dict[int, tuple[Bucket, Shared, Values]] = {}
         self._unpruned: Outcome | None = None
 
     def run(self, n: int, masks: Callable[[slice], Masks], *, kl: bool = False) -> tuple[Outcome, Outcome]:
@@ -226,14 +227,14 @@ class InterventionRunner:
 
     def _prepared(self) -> Iterator[tuple[Bucket, Shared, Values]]:
         """Every bucket of prompts with what its interventions share, and what replaced units are set to."""
-        if self._kept:
-            yield from self._kept
-            return
-        kept: list[tuple[Bucket, Shared, Values]] = []
-        buckets = list(self.split.buckets(self.batch_size))
-        for bucket in tqdm(buckets, desc="circuits", unit="batch", disable=not self.progress, leave=False):
+        buckets, room = list(self.split.buckets(self.batch_size)), _KEPT_BYTES
+        for i, bucket in enumerate(tqdm(buckets, desc="circuits", unit="batch", disable=not self.progress, leave=False)):
+            # At most: keys and values of every layer, and the residual stream.
+            room -= bucket.tokens.numel() * (2 * self.host.model.cfg.n_layers + 1) * self.host.model.cfg.d_model * 4
+            if i in self._kept:
+                yield self._kept[i]
+                continue
             prepared = bucket, self.runner.share(bucket.tokens), self.reference(bucket)
-            if self.keep:
-                kept.append(prepared)
+            if self.keep and room >= 0:
+                self._kept[i] = prepared
             yield prepared
-        self._kept = kept

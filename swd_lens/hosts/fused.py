@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -128,3 +129,26 @@ def weighted_values(
     grouped = k.shape[1] != q.shape[1]
     causal = mask is None and q.shape[2] > 1
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+def after_prefix(
+    q: Float[Tensor, "rows 1 head d_head"],
+    k: Float[Tensor, "rows 1 key_head d_head"],
+    v: Float[Tensor, "rows 1 key_head d_head"],
+    keys: Float[Tensor, "batch prefix key_head d_head"],
+    values: Float[Tensor, "batch prefix key_head d_head"],
+    scale: float,
+) -> Float[Tensor, "rows 1 head d_head"]:
+    """softmax(q [keys, k]^T * scale) [values, v] of one position, in rows that are copies of a batch and share what is before it.
+
+    Nothing is copied: all copies' queries are multiplied with the one prefix that they share.
+    """
+    sizes: dict[str, int] = {"batch": len(keys), "key_head": keys.shape[2]}
+    q = rearrange(q, "(copy batch) 1 (key_head group) d -> batch key_head copy group d", **sizes)
+    k, v = (rearrange(x, "(copy batch) 1 key_head d -> batch key_head copy 1 d", **sizes) for x in (k, v))
+    before = q.flatten(2, 3) @ rearrange(keys, "batch pos key_head d -> batch key_head d pos")
+    own = (q * k).sum(-1, keepdim=True).flatten(2, 3)
+    pattern = F.softmax(torch.cat([before, own], dim=-1) * scale, dim=-1)
+    z = pattern[..., :-1] @ rearrange(values, "batch pos key_head d -> batch key_head pos d")
+    z = z.unflatten(2, q.shape[2:4]) + pattern[..., -1:].unflatten(2, q.shape[2:4]) * v
+    return rearrange(z, "batch key_head copy group d -> (copy batch) 1 (key_head group) d")

@@ -255,6 +255,10 @@ class Host(Protocol):
         """
         ...
 
+    def share_prefix(self, register: Register) -> bool:
+        """Have the layers that can attend to a repeated prefix without copying it do so until the undo; False where none can."""
+        ...
+
     def guard(self, reason: str, register: Register) -> None:
         """Make every method that rewrites weights raise RuntimeError(reason), until the last registered undo is called."""
         ...

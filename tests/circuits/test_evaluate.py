@@ -1,5 +1,6 @@
 """evaluate and judge against whole prompts run one by one (slow.py), and what must hold exactly."""
 
+import sys
 import warnings
 from dataclasses import replace
 
@@ -254,7 +255,7 @@ def test_of_a_task_prefixes_are_chosen_on_validation_prompts_and_measured_on_tes
     # Both splits' prompts run together, and batches of another size round otherwise.
     near = {"rtol": 1e-5, "atol": 1e-6}
     pd.testing.assert_frame_equal(curve.rows, alone["test"].rows, **near)
-    shared = [name for name in curve.validation if name != "random drop"]
+    shared = [name for name in curve.validation if name not in ("random drop", "random sets")]
     pd.testing.assert_frame_equal(curve.validation[shared], alone["validation"].rows[shared], **near)
     assert curve.cost_at() == alone["validation"].cost_at()
     # Random sets: of the prefixes up to the smallest admissible one, and each with at most the prefix's edges.
@@ -265,6 +266,38 @@ def test_of_a_task_prefixes_are_chosen_on_validation_prompts_and_measured_on_tes
     pd.testing.assert_frame_equal(again.validation, curve.validation)
     none = evaluate(model, factors, Task("t", TRAIN, validation, test, "", False), scores, random_sets=0)
     assert "random drop" not in none.validation
+
+
+def test_random_sets_are_run_no_further_than_until_they_decide(model, sets, monkeypatch):
+    factors = sets["all"]
+    scores = attribute(model, factors, TRAIN)
+    # The three worst units first: random sets of their edges do more.
+    ranks, n = scores.ranks(), scores.n_units
+    scores = replace(scores, scores={site: (ranks_of > n - 3) * 2.0 * n - ranks_of for site, ranks_of in ranks.items()})
+    split = carried_by(model, factors, scores, random_split(16, seed=11, name="validation"))
+    task = Task("t", TRAIN, split, split, "", False)
+    few = evaluate(model, factors, task, scores, random_sets=40)
+    monkeypatch.setattr(sys.modules["swd_lens.circuits.evaluate"], "_FIRST_ROUND", 40)
+    every = evaluate(model, factors, task, scores, random_sets=40)
+    assert few.smallest_admissible() == every.smallest_admissible()
+    sure, run = few.validation["random drop"], few.validation["random sets"]
+    assert run.max() == 40 and ((run > 0) & (run < 40)).any() and set(every.validation["random sets"]) == {0, 40}
+    all_run = run == 40
+    assert sure[all_run].tolist() == pytest.approx(every.validation["random drop"][all_run].tolist(), abs=1e-5)
+    short = (run > 0) & (run < 40)
+    assert (sure[short] <= every.validation["random drop"][short] + 1e-5).all()
+    assert (sure[short] >= few.validation["drop"][short]).all()
+
+
+def test_beside_units_that_do_not_carry_the_task_no_random_set_is_run(model, sets):
+    factors = sets[KNOWN]
+    scores = attribute(model, factors, TRAIN)
+    split = carried_by(model, factors, scores, random_split(16, seed=11, name="validation"))
+    # On the test prompts the answers are the other way about.
+    against = replace(split, name="test", answer_ids=split.distractor_ids, distractor_ids=split.answer_ids)
+    with pytest.warns(UndefinedSufficiencyWarning):
+        curve = evaluate(model, factors, Task("t", TRAIN, split, against, "", False), scores)
+    assert not curve.carries and curve.validation["random drop"].isna().all() and not curve.validation["random sets"].any()
 
 
 def test_the_drop_of_random_sets_is_that_of_judged_circuits(model, sets):

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.base.divergence import CHUNK_BYTES, Buffers, DensePredictions
+from swd_lens.base.undo import Undo
 from swd_lens.hosts import fused, host_of
 from swd_lens.hosts.fused import fused_attention
+from swd_lens.hosts.prefixes import appended
 from swd_lens.hosts.recording import record
 from tests import families
 
@@ -96,6 +98,35 @@ def test_sliding_windows_stay_windows(calls):
     with fused_attention(host, TOKENS):
         calls.clear()
         assert close(host.run(TOKENS), plain) and len(calls) == 2
+
+
+@pytest.mark.parametrize("family", FUSED if HAS_HOOKED else ())
+def test_copies_that_share_a_prefix_give_the_same_logits_and_copy_none_of_it(family, monkeypatch):
+    host, tokens, copied = fresh("hooked", family), families.some_tokens(3, 20), []
+    monkeypatch.setattr("swd_lens.hosts.hooked.running.appended", lambda *args: copied.append(1) or appended(*args))
+    prefix = host.freeze_prefix(tokens)
+    rows = tokens.repeat(4, 1)
+    rows[:, -1] = torch.arange(len(rows))  # copies end in different tokens
+
+    def logits(shared, hooks=()):
+        undo, before = Undo(), state(host.model)
+        with undo, torch.no_grad(), host.model.hooks(fwd_hooks=list(hooks)):
+            if shared:
+                assert host.share_prefix(undo.push)
+            found = host.last_logits(rows, host.repeat_prefix(prefix, 4))
+        assert state(host.model) == before
+        return found
+
+    expected, n_layers = logits(False), len(host.model.blocks)
+    assert len(copied) == 2 * n_layers and not torch.allclose(expected[0], expected[3])
+    for _ in range(2):  # what is kept of the prefix serves again
+        torch.testing.assert_close(logits(True), expected, atol=1e-5, rtol=1e-5)
+    assert len(copied) == 2 * n_layers
+    # Where somebody looks inside, that layer runs plainly.
+    seen = []
+    hook = ("blocks.1.attn.hook_pattern", lambda pattern, hook: seen.append(pattern.shape))
+    torch.testing.assert_close(logits(True, [hook]), expected, atol=1e-5, rtol=1e-5)
+    assert len(copied) == 2 * n_layers + 2 and seen[0][-1] == tokens.shape[1]
 
 
 @pytest.mark.parametrize(("kind", "family"), PLAIN)

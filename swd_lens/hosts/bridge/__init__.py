@@ -154,6 +154,9 @@ class BridgeHost(BridgeRuns, Host):
             fused.cover(attn, masks, register)
         return bool(attentions)
 
+    def share_prefix(self, register: Register) -> bool:
+        return False
+
     def guard(self, reason: str, register: Register) -> None:
         # model.W_Q, ..., model.W_out and all that is made of them go through one method, in both versions.
         stacks = {"_stack_block_params": lambda: _StackedWeights(self.model), "get_params": _Parameters}

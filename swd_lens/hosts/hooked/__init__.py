@@ -180,6 +180,12 @@ class HookedTransformerHost(HookedRuns, Host):
             fused.cover_unembedding(self.model.unembed, register)
         return bool(attentions)
 
+    def share_prefix(self, register: Register) -> bool:
+        attentions = [block.attn for block in self.model.blocks if fused.can_fuse(block.attn)]
+        for attn in attentions:
+            fused.cover(attn, register, whole=False)
+        return bool(attentions)
+
     def guard(self, reason: str, register: Register) -> None:
         model = self.model
 

@@ -5,8 +5,10 @@
 3. In a short last block all positions but the last are run to their keys and values only.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
 from transformer_lens.utilities.activation_functions import apply_softcap
 
+from swd_lens.hosts.hooked.fused import takes
 from swd_lens.hosts.host import Begun, Start
 from swd_lens.hosts.prefixes import appended, require_before, require_kept, shape_only
 
@@ -24,16 +27,27 @@ from swd_lens.hosts.prefixes import appended, require_before, require_kept, shap
 class _RepeatedEntry(TransformerLensKeyValueCacheEntry):
     """One layer's keys and values for `times` copies of the batch, copied when they are run on, not before.
 
-    past_keys and past_values have the shape of the whole and no memory: upstream reads nothing but their shape.
+    past_keys and past_values have the shape of the whole and no memory: upstream reads nothing but their shape. Attention that
+    can do with what is kept once (fused.py) gets the new keys and values alone.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, times: int):
-        super().__init__(shape_only(keys, times), shape_only(values, times), frozen=True)
-        self.kept, self.times = (keys, values), times
+    def __init__(self, kept: TransformerLensKeyValueCacheEntry, times: int, taken_once: Callable[[Any], bool]):
+        super().__init__(shape_only(kept.past_keys, times), shape_only(kept.past_values, times), frozen=True)
+        self.kept, self.times, self.taken_once = kept, times, taken_once
 
     def append(self, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self.kept
+        if new_keys.shape[1] == 1 and self.taken_once(self):
+            return new_keys, new_values
+        keys, values = self.kept.past_keys, self.kept.past_values
         return appended(keys, new_keys, self.times, 1), appended(values, new_values, self.times, 1)
+
+    def rotated(self, attn: Any) -> Tensor:
+        """The keys that are kept once as attention reads them, rotated to their positions."""
+        if attn.cfg.positional_embedding_type != "rotary":
+            return self.kept.past_keys
+        if not hasattr(self.kept, "rotated"):
+            self.kept.rotated = type(attn).apply_rotary(attn, self.kept.past_keys, 0, None)
+        return self.kept.rotated
 
 
 class _PartialCache(TransformerLensKeyValueCache):
@@ -44,7 +58,7 @@ class _PartialCache(TransformerLensKeyValueCache):
         self.from_layer = from_layer
 
 
-def _repeated(entry: Any, times: int, kept: bool) -> TransformerLensKeyValueCacheEntry:
+def _repeated(entry: Any, times: int, kept: bool, attn: Any = None) -> TransformerLensKeyValueCacheEntry:
     keys, values = entry.past_keys, entry.past_values
     if not kept:
         return TransformerLensKeyValueCacheEntry(shape_only(keys, times), shape_only(values, times), frozen=True)
@@ -52,8 +66,8 @@ def _repeated(entry: Any, times: int, kept: bool) -> TransformerLensKeyValueCach
         return entry
     if isinstance(entry, _RepeatedEntry):
         # Rows come copy after copy, so copies of copies are just more copies.
-        return _RepeatedEntry(*entry.kept, entry.times * times)
-    return _RepeatedEntry(keys, values, times)
+        return _RepeatedEntry(entry.kept, entry.times * times, partial(takes, attn))
+    return _RepeatedEntry(entry, times, partial(takes, attn))
 
 
 class _Filled(Exception):
@@ -117,7 +131,8 @@ class HookedRuns:
         """Copies nothing yet."""
         if prefix is None or (times == 1 and from_layer == 0):
             return prefix
-        entries = [_repeated(entry, times, kept=layer >= from_layer) for layer, entry in enumerate(prefix.entries)]
+        of_layers = enumerate(zip(prefix.entries, self.model.blocks, strict=True))
+        entries = [_repeated(entry, times, layer >= from_layer, block.attn) for layer, (entry, block) in of_layers]
         mask = prefix.previous_attention_mask.repeat(times, 1)
         first = max(from_layer, getattr(prefix, "from_layer", 0))
         return _PartialCache(entries, mask, first)
