@@ -67,10 +67,10 @@ class UnitScores(Record):
 
     def ranks(self) -> dict[str, Tensor]:
         """site -> (unit,) rank of each unit among all of them, 1 the best."""
-        ranks = {site: torch.zeros(len(s), dtype=torch.int64) for site, s in self.scores.items()}
-        for rank, (site, unit) in enumerate(self.ranking(), 1):
-            ranks[site][unit] = rank
-        return ranks
+        order = torch.cat([s.cpu() for s in self.scores.values()]).sort(descending=True, stable=True).indices
+        ranks = torch.empty_like(order)
+        ranks[order] = torch.arange(1, len(order) + 1)
+        return dict(zip(self.scores, ranks.split([len(s) for s in self.scores.values()]), strict=True))
 
     def top(self, n: int = 10) -> pd.DataFrame:
         """The n best units: name, head and share (where a site has heads), score, mean activation (at the scoring position, where

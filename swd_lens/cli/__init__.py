@@ -20,7 +20,7 @@ from swd_lens.base import __version__
 
 # Command -> the first line of its help. The commands themselves are in the modules of _MODULES.
 COMMANDS = {
-    "demo": "The whole road on the embedded model: factors, hooked units, fidelity, circuits of four tasks, a report. Offline.",
+    "demo": "The whole road on the embedded model: factors, hooked units, fidelity, circuits of three tasks, a report. Offline.",
     "circuit": "Factors, fidelity, circuits and a report for a model of your own: what the demo does, on your matrices and "
     "tasks.",
     "graph": "A task's circuit as a graph of units that opens in a browser: from a model's name to a page, in minutes.",

@@ -249,19 +249,21 @@ def cost_sentences(
         )
     parts = list(dict.fromkeys(c.part for c in own.values()))
     for part in parts:
-        told = False
+        beside = []
         of_part = {key: c for key, c in own.items() if c.part == part}
         for control in controls:
-            exact = {(c.surface, c.task): c for c in costs if c.method == control}
+            theirs = {(c.surface, c.task): c for c in costs if c.method == control}
             # Where both need some edges: those of the control over the method's.
-            both = [(c, exact[key].edges or 0) for key, c in of_part.items() if key in exact]
+            both = [(c, theirs[key].edges or 0) for key, c in of_part.items() if key in theirs]
             contested = [(c, control_edges / c.edges) for c, control_edges in both if c.edges and control_edges]
             if contested:
-                where = f" in {part}" if len(parts) > 1 else ""
-                of_cases = f"{len(contested)} of {plural(len(of_part), 'case')}{where}"
-                opening = f"Where both have a circuit that recovers {percent(recovered, 0)} ({of_cases} of surface and task), "
-                yield f"{'' if told else opening}{_contest(contested, method, control, of_cases if told else '', apart)}"
-                told = True
+                beside.append(_contest(contested, method, control, apart))
+        if beside:
+            where = f" in {part}" if len(parts) > 1 else ""
+            cases = f"{plural(len(of_part), 'case')} of surface and task{where}"
+            median = "in the median " if len(of_part) > 1 else ""
+            of_both = f"To recover {percent(recovered, 0)}, where both have a circuit that does ({cases}), "
+            yield f"{of_both}{method} needs {median}{'; '.join(beside)}."
     # Nothing and everything are no circuits.
     circuits = [c for c in own.values() if c.edges and c.units and c.units < c.all_units]
     if circuits:
@@ -273,27 +275,19 @@ def cost_sentences(
         )
 
 
-def _contest(
-    contested: Sequence[tuple[Cost, float]], method: str, control: str, cases: str, apart: Collection[tuple[str, str]]
-) -> str:
-    """Say the method's costs beside a control's, whose edges over the method's stand beside each.
-
-    Args:
-        cases: how many these are of all, where nothing before has said it.
-    """
+def _contest(contested: Sequence[tuple[Cost, float]], method: str, control: str, apart: Collection[tuple[str, str]]) -> str:
+    """Say the method's costs beside a control's, whose edges over the method's stand beside each."""
     ratios = [ratio for _, ratio in contested]
-    n, fewer = len(ratios), sum(ratio > 1 for ratio in ratios)
-    among = f" ({cases})" if cases else ""
-    more = f" in the median{among}, and fewer in {fewer} of {n}" if n > 1 else among
-    # Then the ratio is that of the whole factorizations and says nothing about circuits.
-    whole = sum(c.units == c.all_units for c, _ in contested)
-    caveats = [f"in {whole} of {n}, {method} takes every unit it has"] if whole else []
-    if unlike := sum((c.surface, control) in apart for c, _ in contested):
-        caveats.append(f"in {unlike} of {n}, its cross-entropy or KL is worse: no fair match")
-    caveat = f" ({'; '.join(caveats)})" if caveats else ""
+    caveats = [f"fewer in {sum(ratio > 1 for ratio in ratios)} of {len(ratios)}"]
     dearer = [f"{readable(c.task)} ({c.surface})" for c, ratio in contested if ratio < 1]
-    lost = f"; more for {conjunction(dearer)}" if n > 1 and 0 < len(dearer) <= FEW else ""
-    return f"{method} needs {_ratio(statistics.median(ratios))} {control}{more}{lost}{caveat}."
+    if len(ratios) > 1 and 0 < len(dearer) <= FEW:
+        caveats.append(f"more for {conjunction(dearer)}")
+    # Then the ratio is that of the whole factorizations and says nothing about circuits.
+    if whole := sum(c.units == c.all_units for c, _ in contested):
+        caveats.append(f"in {whole}, {method} takes every unit it has")
+    if unlike := sum((c.surface, control) in apart for c, _ in contested):
+        caveats.append(f"in {unlike}, the control's cross-entropy or KL is worse: no fair match")
+    return f"{_ratio(statistics.median(ratios))} {control} ({'; '.join(caveats)})"
 
 
 def _ratio(ratio: float) -> str:

@@ -34,7 +34,7 @@ from swd_lens.study.stability_card import Stability
 from swd_lens.tasks.task import Task
 
 DRAWS = 19  # random circuits, random restorations and noises: the smallest p is 1 / 20
-STEPS, STARTS, PROMPTS = 8, 2, 64  # of an adversary's descent: a weaker one than `attack` has by default, in a tenth of its time
+STEPS, STARTS, PROMPTS = 8, 1, 48  # of an adversary that is weaker than the default of `attack`, in a twentieth of its time
 BEYOND = 0.05  # a p below which a circuit is beyond its null
 HALF = 0.5  # of what it recovers, that a circuit should keep at its worst
 RUNS, NULLS = 6, 1  # of the card: each axis once

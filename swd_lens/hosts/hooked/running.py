@@ -100,15 +100,16 @@ class HookedRuns:
     def freeze_prefix(self, tokens: Int[Tensor, "batch pos"], begun: Begun | None = None) -> Any:
         if tokens.shape[1] == 1:
             return None
-        cfg = self.model.cfg
+        last = self.model.cfg.n_layers - 1
         cache = self._empty_cache(tokens)
         with torch.no_grad():
             if begun is None:
-                self._run(tokens[:, :-1], past_kv_cache=cache, stop_at_layer=cfg.n_layers)
+                earlier = self._run(tokens[:, :-1], past_kv_cache=cache, stop_at_layer=last)
             else:
                 cache.entries[: begun.layer] = begun.prefix.entries[: begun.layer]
                 mask = cache.append_attention_mask(self._ones(begun.earlier))
-                self._run_between(begun.earlier, begun.layer, cfg.n_layers, mask, past_kv_cache=cache)
+                earlier = self._run_between(begun.earlier, begun.layer, last, mask, past_kv_cache=cache)
+            cache.entries[last] = self._keys_and_values(earlier)
         cache.freeze()
         return cache if begun is None else self.repeat_prefix(cache, 1, begun.layer)
 
@@ -187,17 +188,20 @@ class HookedRuns:
 
     def _short_last_block(self, resid: Tensor) -> Tensor:
         """The output of the last block at the last position; at the others only keys and values are computed."""
-        cfg, layer = self.model.cfg, self.model.cfg.n_layers - 1
+        layer = self.model.cfg.n_layers - 1
         if resid.shape[1] == 1:
             return self.model(resid, start_at_layer=layer, stop_at_layer=layer + 1)
-        earlier, mask = resid[:, :-1], self._ones(resid[:, :-1])
-        empty = TransformerLensKeyValueCacheEntry.init_cache_entry(cfg, resid.device, len(resid))
+        kept = self._keys_and_values(resid[:, :-1])
+        cache = TransformerLensKeyValueCache([kept] * (layer + 1), self._ones(resid[:, :-1]), frozen=True)
+        return self._run_between(resid[:, -1:], layer, layer + 1, self._ones(resid), past_kv_cache=cache)
+
+    def _keys_and_values(self, resid: Tensor) -> TransformerLensKeyValueCacheEntry:
+        """All that the last block computes of positions that no other block reads."""
+        empty = TransformerLensKeyValueCacheEntry.init_cache_entry(self.model.cfg, resid.device, len(resid))
         entry = _KeysAndValues(empty.past_keys, empty.past_values)
         with suppress(_Filled):
-            self.model.blocks[layer](earlier, past_kv_cache_entry=entry, attention_mask=mask)
-        kept = TransformerLensKeyValueCacheEntry(entry.past_keys, entry.past_values, frozen=True)
-        cache = TransformerLensKeyValueCache([kept] * (layer + 1), mask, frozen=True)
-        return self._run_between(resid[:, -1:], layer, layer + 1, self._ones(resid), past_kv_cache=cache)
+            self.model.blocks[-1](resid, past_kv_cache_entry=entry, attention_mask=self._ones(resid))
+        return TransformerLensKeyValueCacheEntry(entry.past_keys, entry.past_values, frozen=True)
 
     def _run(self, tokens: Tensor, **how: Any) -> Tensor:
         tokens = tokens.to(self.model.cfg.device)
