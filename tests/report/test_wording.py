@@ -61,8 +61,8 @@ def test_cost_sentences() -> None:
     nothing, contest, least = cost_sentences(costs, "S", ["SVD"], 0.9)
     # ratios 3 and 1/2: median 1.75
     assert contest == (
-        "To recover 90%, where both have a circuit that does (3 cases of surface and task), S needs in the median 1.8 times fewer "
-        "active edges than SVD (fewer in 1 of 2; more for b (mlp); in 1, S takes every unit it has)."
+        "To recover 90%, where both have a circuit that does (3 cases of surface and task), S needs in the median 1.8 times "
+        "fewer active edges than SVD (fewer in 1 of 2; more for b (mlp); in 1, S takes every unit it has)."
     )
     assert nothing.startswith("Not carried: e f (mlp). There the margin") and nothing.endswith("no circuit has a cost.")
     assert "4 of the 64 units of mlp, with 100 active edges, recover 90% of what it carries of a." in least
@@ -79,8 +79,9 @@ def test_several_controls_stand_in_one_sentence() -> None:
     costs = [_cost(task, method, edges, 4) for task in "ab" for method, edges in (("S", 200), ("P", 100), ("SVD", 300))]
     sentence, _ = cost_sentences(costs, "S", ["SVD", "P"], 0.9)
     assert sentence == (
-        "To recover 90%, where both have a circuit that does (2 cases of surface and task), S needs in the median 1.5 times fewer "
-        "active edges than SVD (fewer in 2 of 2); 2.0 times more active edges than P (fewer in 0 of 2; more for a (mlp) and b (mlp))."
+        "To recover 90%, where both have a circuit that does (2 cases of surface and task), S needs in the median 1.5 times "
+        "fewer active edges than SVD (fewer in 2 of 2); 2.0 times more active edges than P (fewer in 0 of 2; more for a (mlp) "
+        "and b (mlp))."
     )
 
 
