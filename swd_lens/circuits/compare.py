@@ -26,6 +26,7 @@ from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.evaluate import evaluate
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.circuits.protocol import Protocol, run_protocol
+from swd_lens.solver import PRESETS
 from swd_lens.tasks.task import Task
 from swd_lens.units.factors import Factors
 
@@ -166,10 +167,8 @@ def role_of(given: Any) -> str:
     if not isinstance(unit, Factors):
         channels = getattr(unit, "provenance", {}).get("method") == "channels"
         return "control" if channels else "trained" if hasattr(unit, "d_in") or isinstance(unit, nn.Module) else "swd"
-    preset, settings = unit.settings.get("preset"), unit.settings
-    if "method" in settings or preset in ("pruned", "svd_pruned"):
-        return "control"
-    return "paper" if preset == "paper" else "swd"
+    preset = unit.settings.get("preset")
+    return PRESETS[preset].role if preset in PRESETS else "control" if "method" in unit.settings else "swd"
 
 
 def several(given: Any, name: str) -> tuple[str, ...]:

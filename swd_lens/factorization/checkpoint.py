@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from swd_lens.base.errors import FactorFileError, ResumeError, ShardError, quoted
+from swd_lens.base.step_cache import differences
 from swd_lens.base.writer import writing
 from swd_lens.hosts.sites import Site, execution_key
 from swd_lens.units.factors import Factors, fingerprint, write_factors
@@ -123,7 +124,7 @@ class Checkpoint:
                     f"{self.folder} holds {site} without {missing}; sequential calibration would now put {missing} before "
                     f"it. {_WAYS_OUT}"
                 )
-            if changed := differences(recipe, self.recipe(site)):
+            if changed := differences(recipe, self.recipe(site), _WORDS):
                 raise ResumeError(f"{self.folder} holds {site} made otherwise: {'; '.join(changed)}. {_WAYS_OUT}")
             self._entries[site] = stored[site].entry
             self._advance_chain(site, f)
@@ -154,7 +155,7 @@ class Checkpoint:
         shard, changed = "", []
         for folder, stored in finished:
             recipe = stored.provenance.get("recipe", {})
-            shard, changed = folder.name, differences(recipe, self.recipe(site))
+            shard, changed = folder.name, differences(recipe, self.recipe(site), _WORDS)
             if not changed:
                 return lambda: Factors(**stored.parts())
         raise ResumeError(f"{self.folder} holds {site} of shard {shard}, made otherwise: {'; '.join(changed)}. {_WAYS_OUT}")
@@ -269,17 +270,3 @@ def _sha256(parts: Iterable[Any]) -> str:
             part = part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
         digest.update(part)
     return digest.hexdigest()
-
-
-def differences(then: Recipe, now: Recipe, words: Mapping[str, str] = _WORDS) -> list[str]:
-    """One phrase per value that differs. `words` says what hashes are of; other keys name themselves."""
-
-    def short(key: str, value: Any) -> str:
-        return value[:8] if key in words and isinstance(value, str) else repr(value)
-
-    keys = [*now, *(key for key in then if key not in now)]
-    return [
-        f"{words.get(key, key)} {short(key, then.get(key))} then, {short(key, now.get(key))} now"
-        for key in keys
-        if then.get(key) != now.get(key)
-    ]

@@ -32,6 +32,7 @@ class SolveSpec(Settings):
 
     error = SpecError
     solver: ClassVar[str]
+    role: ClassVar[str] = "swd"  # in comparisons; "paper" or "control" of what stands beside it
     any_width: ClassVar[bool] = False  # whether units may be more or fewer than the coordinates that they start as
     precision: str
 
@@ -88,6 +89,7 @@ class DsfSpec(SolveSpec):
     """
 
     solver: ClassVar[str] = "dsf"
+    role: ClassVar[str] = "paper"
 
     # Alternations T. Paper: 40 for the GPT-2 experiments, 8 for the single Qwen matrices. The penalty ramp needs
     # T > rho_ramp_tail.
@@ -297,6 +299,7 @@ class PruneSpec(ShrinkingSpec):
     """
 
     solver: ClassVar[str] = "prune"
+    role: ClassVar[str] = "control"
 
     # Whose coordinates the units are. The product is the same for each but for a few edges; "paper" is the short side.
     basis: str = setting("input", one_of=BASES)
@@ -319,6 +322,7 @@ class SvdPruneSpec(ShrinkingSpec):
     """
 
     solver: ClassVar[str] = "svd_prune"
+    role: ClassVar[str] = "control"
 
     # Least squares of both factors on their supports (refine.py): rounds, and conjugate-gradient steps per factor and round.
     refine_rounds: int = setting(12, at_least=0)

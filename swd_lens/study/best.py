@@ -24,8 +24,7 @@ import pandas as pd
 from swd_lens.base.errors import legible, quoted
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.progress import duration, tqdm
-from swd_lens.base.record import Record
-from swd_lens.base.sealed import read_sealed, write_sealed
+from swd_lens.base.record import SavedRecord
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import writing
 from swd_lens.circuits import Circuit, CostCurve, UnitScores, attribute, evaluate
@@ -41,12 +40,10 @@ from swd_lens.factorization.factorize import factorize
 from swd_lens.factorization.goal import FROM_NEURONS, STEPS, SWD, divided, next_sparsity, paths_of
 from swd_lens.hosts import find_sites
 from swd_lens.solver import DEFAULT_PRESET
-from swd_lens.study.controls import EXACT
 from swd_lens.tasks.split import TaskSplit
 from swd_lens.tasks.streams import TokenStream, split_rows
 from swd_lens.tasks.task import Task
-from swd_lens.train import baselines
-from swd_lens.train.baselines.exact import have_heads
+from swd_lens.train.baselines.exact import EXACT, ExactControl, have_heads, svd
 from swd_lens.units.factors import FactorSet
 from swd_lens.units.unit_set import UnitSet
 
@@ -56,7 +53,7 @@ OUTPUTS = ("attn_o", "mlp_out")
 SHARES = (0.25, 0.5, 1.0)  # of prompts, round by round
 FEWEST = 32  # prompts of a round, as far as there are so many
 SMALL = 0.5  # of all edges: a larger circuit is none to speak of
-BY_HEAD = "SVD by head, whitened"
+BY_HEAD = ExactControl("SVD by head, whitened", partial(svd, whitened=True, by_head=True), of_text=True)
 FILE = "best.json"
 _BEST = "the best"  # outcome of the winner
 JUDGED = 4_096  # held-out tokens on which candidates are measured; the winner is on all
@@ -67,7 +64,7 @@ _FROM_NEURONS = 4  # times SWD's own time, until one was made (1536 x 384)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class BestCircuit(Record):
+class BestCircuit(SavedRecord):
     """The cheapest circuit that was found, and what it was found among.
 
     Attributes:
@@ -84,6 +81,7 @@ class BestCircuit(Record):
     """
 
     in_memory: ClassVar[tuple[str, ...]] = ("circuit", "factors")
+    WHAT: ClassVar[str] = "a best circuit"
 
     method: str
     curve: CostCurve
@@ -147,7 +145,7 @@ class BestCircuit(Record):
             (folder / FILE).unlink(missing_ok=True)
             self.factors.save(folder / "factors")
             self.circuit.save(folder / "circuit.safetensors")
-            write_sealed(folder / FILE, self.as_dict())
+            super().save(folder / FILE)
         return folder
 
     @classmethod
@@ -159,7 +157,7 @@ class BestCircuit(Record):
             ValueError: it, the circuit or the factors are damaged.
         """
         folder = Path(folder)
-        found = cls.from_dict(read_sealed(folder / FILE, "a best circuit"))
+        found = super().load(folder / FILE)
         circuit, factors = Circuit.load(folder / "circuit.safetensors"), FactorSet.load(folder / "factors")
         return replace(found, circuit=circuit, factors=factors)
 
@@ -304,18 +302,13 @@ class _Search:
     def exact(self) -> list[_Candidate]:
         """Make the exact candidates. They are W itself, so that text has nothing to say of them; it judges the winner."""
         self.bar.set_postfix_str("exact units")
-        whitened = {"whitened": True, "tokens": self.text}
-        makers = {
-            EXACT["neurons"]: baselines.neurons,
-            EXACT["svd"]: baselines.svd,
-            EXACT["svd_whitened"]: partial(baselines.svd, **whitened),
-        }
+        controls = [EXACT[name] for name in ("neurons", "svd", "svd_whitened")]
         if have_heads(self.model, find_sites(self.model, list(self.sites))):
-            makers[BY_HEAD] = partial(baselines.svd, by_head=True, **whitened)
-        for method, make in makers.items():
+            controls.append(BY_HEAD)
+        for control in controls:
             began = time.monotonic()
-            made = make(self.model, self.sites)
-            self.candidates.append(_Candidate(method, made, time.monotonic() - began, None, None))
+            made = control.make(self.model, self.sites, **({"tokens": self.text} if control.of_text else {}))
+            self.candidates.append(_Candidate(control.title, made, time.monotonic() - began, None, None))
         self.bar.update()
         return list(self.candidates)
 

@@ -70,7 +70,7 @@ class SolvedMethod:
     @property
     def role(self) -> str:
         """Its role in comparisons."""
-        return "swd" if self.control is None else "paper" if self.control in PAPER else "control"
+        return "swd" if self.control is None else PRESETS[self.control].role
 
     @property
     def asked(self) -> dict[str, Any]:

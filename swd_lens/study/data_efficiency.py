@@ -30,11 +30,12 @@ from swd_lens.base.files import plain
 from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.progress import tqdm
 from swd_lens.base.sealed import readable
+from swd_lens.base.step_cache import differences
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import require_writable_file, writing_file
 from swd_lens.circuits.fidelity import fidelities
 from swd_lens.factorization.calibration_text import CalibrationText
-from swd_lens.factorization.checkpoint import differences, host_fingerprint, tokens_fingerprint
+from swd_lens.factorization.checkpoint import host_fingerprint, tokens_fingerprint
 from swd_lens.factorization.estimate import estimate
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of, require_no_dropout

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from swd_lens.base.checks import one_of
-from swd_lens.base.errors import FactorFileError, legible, quoted
+from swd_lens.base.errors import FactorFileError, legible
 from swd_lens.base.files import plain, sha256
-from swd_lens.base.record import PlainRecord, checked
+from swd_lens.base.record import PlainRecord, checked, require_format
 from swd_lens.base.sealed import hashes_of, read_json, require_hashes, unseal
 from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.comparison import ROLES, TaskComparison
@@ -34,7 +34,6 @@ FORMAT = 1
 NAME, WHAT = "run.json", "a run"
 # What folders of factors end in while a run is saved over another one. `folders_named` gives no name with this sign.
 STAGED = "~new"
-_PARTS = ("format", "settings", "seconds", "fidelity", "comparisons", "circuits", "units", "attention", "extras", "files")
 _CURVE = {"units", "edges", "recovered", "sufficiency", "drop"}  # columns of a curve that every report draws
 
 
@@ -247,15 +246,7 @@ def read_run(folder: Path) -> dict[str, Any]:
             "Run.save wrote"
         )
     values = read_json(path, WHAT)
-    if not isinstance(values, dict) or not set(_PARTS) <= set(values):
-        missing = ", ".join(part for part in _PARTS if not isinstance(values, dict) or part not in values)
-        raise ValueError(f"{legible(path)} is not what Run.save writes: it lacks {legible(missing)}")
-    version = values["format"]
-    if not isinstance(version, int) or version > FORMAT:
-        raise ValueError(
-            f"{legible(path)} has run format {quoted(version)} (swd_lens {values.get('swd_lens', 'of a later version')}), "
-            f"this swd_lens reads up to {FORMAT}; update swd_lens"
-        )
+    require_format(path, values.get("format") if isinstance(values, dict) else None, FORMAT, WHAT)
     return unseal(values, path, WHAT)
 
 
