@@ -77,22 +77,18 @@ def errors_seen(function: Function) -> Function:
         try:
             return function(*args, **kwargs)
         except Exception as raised:
-            _show_all(raised)
+            # Make visible the text of an error and of all that it was raised from; our own text stays as it is.
+            seen_already: set[int] = set()
+            waiting = [raised]
+            while waiting:
+                each = waiting.pop()
+                if each is not None and id(each) not in seen_already:
+                    seen_already.add(id(each))
+                    each.args = tuple(visible_lines(arg) if isinstance(arg, str) else arg for arg in each.args)
+                    waiting += [each.__cause__, each.__context__]
             raise
 
     return told  # pyright: ignore[reportReturnType]
-
-
-def _show_all(raised: BaseException | None) -> None:
-    """Make visible the text of an error and of all that it was raised from; our own text stays as it is."""
-    told: set[int] = set()
-    waiting = [raised]
-    while waiting:
-        each = waiting.pop()
-        if each is not None and id(each) not in told:
-            told.add(id(each))
-            each.args = tuple(visible_lines(arg) if isinstance(arg, str) else arg for arg in each.args)
-            waiting += [each.__cause__, each.__context__]
 
 
 def brief(text: str) -> str:

@@ -374,25 +374,22 @@ class _Search:
     def _margins(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, "circuit prompt"]:
         """Margins of circuits; under restorations those of the one that leaves each the lowest mean."""
         if self.restored:
-            return self._lowest_margins(kept)
+            valid, budget = self.limit
+            may = valid & ~kept
+            most = budget * may.sum(1).double()
+            shares = (
+                torch.stack([torch.zeros(len(valid), dtype=torch.float64), *self.restored])[:, None] * may
+            )  # (found, circuit, unit)
+            shares = shares * (most / shares.sum(2).clamp(min=1e-12)).clamp(max=1)[:, :, None]
+            sets, given = kept.expand(len(shares), -1, -1).flatten(0, 1), shares.flatten(0, 1)
+            outcome, _ = self.runner.run(len(sets), lambda rows: partial_masks(self.scores, sets[rows], given[rows]))
+            margins = outcome.margins.view(*shares.shape[:2], -1)
+            return margins[margins.mean(2).argmin(0), torch.arange(len(kept))]
 
         def masks(chunk: slice) -> Masks:
             return {site: ~kept[chunk][:, places] for site, places in self.places.items()}
 
         return self.runner.run(len(kept), masks)[0].margins
-
-    def _lowest_margins(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, "circuit prompt"]:
-        valid, budget = self.limit
-        may = valid & ~kept
-        most = budget * may.sum(1).double()
-        shares = (
-            torch.stack([torch.zeros(len(valid), dtype=torch.float64), *self.restored])[:, None] * may
-        )  # (found, circuit, unit)
-        shares = shares * (most / shares.sum(2).clamp(min=1e-12)).clamp(max=1)[:, :, None]
-        sets, given = kept.expand(len(shares), -1, -1).flatten(0, 1), shares.flatten(0, 1)
-        outcome, _ = self.runner.run(len(sets), lambda rows: partial_masks(self.scores, sets[rows], given[rows]))
-        margins = outcome.margins.view(*shares.shape[:2], -1)
-        return margins[margins.mean(2).argmin(0), torch.arange(len(kept))]
 
     def prefixes(self) -> Bool[Tensor, "circuit unit"]:
         """All prefixes of the grid, and some between the last that does not reach the target and the first that does."""
@@ -455,7 +452,13 @@ class _Search:
                 smaller = without[int(can_go[self.costs[inside[can_go]].argmax()])]
             saved = self.price(kept) - self.price(smaller)
             if passed is not None:
-                passed += [*self._between(kept, smaller, order), smaller]
+                # Circuits that lack a part of what the smaller one lacks, the first in the order.
+                gone = order[~smaller[order]]
+                sizes = torch.linspace(0, len(gone), min(_WITHIN, len(gone)) + 1, dtype=torch.float32).long().unique()[1:-1]
+                between = kept.repeat(len(sizes), 1)
+                for row, size in enumerate(sizes.tolist()):
+                    between[row, gone[:size]] = False
+                passed += [*between, smaller]
             kept = smaller
             if int(kept.sum()) > _LARGE and saved < _WORTH * self.price(kept):
                 return kept
@@ -464,18 +467,6 @@ class _Search:
     def late(self) -> bool:
         """Whether no further step may begin."""
         return time.monotonic() > self.end
-
-    @staticmethod
-    def _between(
-        kept: Bool[Tensor, " unit"], smaller: Bool[Tensor, " unit"], order: Int[Tensor, " candidate"]
-    ) -> Bool[Tensor, "circuit unit"]:
-        """Circuits that lack a part of what the smaller one lacks, the first in the order."""
-        gone = order[~smaller[order]]
-        sizes = torch.linspace(0, len(gone), min(_WITHIN, len(gone)) + 1, dtype=torch.float32).long().unique()[1:-1]
-        between = kept.repeat(len(sizes), 1)
-        for row, size in enumerate(sizes.tolist()):
-            between[row, gone[:size]] = False
-        return between
 
     def _without_most(self, kept: Bool[Tensor, " unit"], order: Int[Tensor, " candidate"]) -> Bool[Tensor, " unit"] | None:
         """Without as many of the first candidates as can go together (to the unit, by two grids); None if not even one."""

@@ -193,18 +193,8 @@ def chosen(model: Any, sites: Sequence[Site], stream: TokenStream, share: float,
     """Choose bases of sites that are found already, on a stream; see `choose_basis`."""
     require_loss(model, stream)
     n_rows = min(stream.n_rows, -(-n_tokens // stream.row_length))
-    groups = _groups(sites, min(rows_per_pass(stream), n_rows) * stream.row_length)
-    costs: dict[str, SideCosts] = {}
-    with tqdm(total=n_rows * len(groups), desc="basis", unit="row", disable=not progress, leave=False) as bar:
-        for group in groups:
-            costs |= _costs_of(model, group, stream, n_rows, share, bar)
-    settings = {"swd_lens": __version__, "model": str(model.cfg.model_name), "rows": n_rows}
-    settings |= {"tokens": n_rows * stream.row_length, **standing_hooks(model)}
-    return BasisChoice(share, settings, costs)
-
-
-def _groups(sites: Sequence[Site], tokens: int) -> list[list[Site]]:
-    """Sites whose activations and gradients have room beside each other, in their order."""
+    # Sites whose activations and gradients have room beside each other, in their order.
+    tokens = min(rows_per_pass(stream), n_rows) * stream.row_length
     groups: list[list[Site]] = [[]]
     room = GROUP_BYTES
     for site in sites:
@@ -214,7 +204,13 @@ def _groups(sites: Sequence[Site], tokens: int) -> list[list[Site]]:
             room = GROUP_BYTES
         groups[-1].append(site)
         room -= needed
-    return groups
+    costs: dict[str, SideCosts] = {}
+    with tqdm(total=n_rows * len(groups), desc="basis", unit="row", disable=not progress, leave=False) as bar:
+        for group in groups:
+            costs |= _costs_of(model, group, stream, n_rows, share, bar)
+    settings = {"swd_lens": __version__, "model": str(model.cfg.model_name), "rows": n_rows}
+    settings |= {"tokens": n_rows * stream.row_length, **standing_hooks(model)}
+    return BasisChoice(share, settings, costs)
 
 
 def _costs_of(

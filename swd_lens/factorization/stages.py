@@ -179,16 +179,13 @@ class ReplacedHost:
         calibrated = self._inputs(sites, progress)
         if not self._weighed:
             return calibrated
-        outputs = self._outputs(sites, progress)
-        return {name: replace(of_site, output_gram=outputs[name]) for name, of_site in calibrated.items()}
-
-    def _outputs(self, sites: Sequence[Site], progress: bool) -> dict[str, Tensor]:
-        """The sites' output Grams, of the dense host; those of later matrices, as many as have room, are collected with them."""
+        # The sites' output Grams, of the dense host; those of later matrices, as many as have room, are collected with them.
         if missing := [site for site in sites if site.name not in self._output_grams]:
             together = with_room(missing, self._weighed[self._weighed.index(missing[-1]) + 1 :])
             with self._dense():
                 self._output_grams |= collect_output_grams(self.model, together, self.stream, progress=progress)
-        return {site.name: self._output_grams.pop(site.name) for site in sites}
+        outputs = {site.name: self._output_grams.pop(site.name) for site in sites}
+        return {name: replace(of_site, output_gram=outputs[name]) for name, of_site in calibrated.items()}
 
     def _inputs(self, sites: Sequence[Site], progress: bool = False) -> dict[str, Calibrated]:
         """The sites' Grams, in one pass: behind what has been replaced, or, with dense calibration, in the dense host.

@@ -117,7 +117,13 @@ class Reference:
                 f"transformers' own model of {self.name} runs on a row of tokens, and this {kind} does not ({its_cause}; "
                 f"{_versions()}). check=False loads it all the same"
             ) from cause
-        difference, position = self._difference(logits)
+        # The largest difference over the largest logit, and its position. Vocabularies may be padded.
+        n_words = min(logits.shape[-1], self.logits.shape[-1])
+        expected = self.logits[..., :n_words]
+        apart = (logits[..., :n_words] - expected).abs().amax(-1)[0]
+        position = int(apart.nan_to_num(torch.inf).argmax())
+        largest = float(apart[position])
+        difference = largest / float(expected.abs().max()) if largest else 0.0
         _FOUND[model] = difference
         steps = 1 if self.exact else 4
         refused, warned = max(REFUSED, 2 * steps * self.step), max(WARNED, steps * self.step)
@@ -133,15 +139,6 @@ class Reference:
             )
         if difference > warned:
             warnings.warn(UserWarning(f"{found}, which is more than rounding makes"), stacklevel=callers_level())
-
-    def _difference(self, logits: Float[Tensor, "1 pos _vocab"]) -> tuple[float, int]:
-        """The largest difference over the largest logit, and its position. Vocabularies may be padded."""
-        n_words = min(logits.shape[-1], self.logits.shape[-1])
-        expected = self.logits[..., :n_words]
-        apart = (logits[..., :n_words] - expected).abs().amax(-1)[0]
-        position = int(apart.nan_to_num(torch.inf).argmax())
-        largest = float(apart[position])
-        return (largest / float(expected.abs().max()) if largest else 0.0), position
 
 
 def _versions() -> str:

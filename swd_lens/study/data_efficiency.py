@@ -246,7 +246,15 @@ def _units_series(name: str, given: Any, surface: Surface, whose: str) -> Series
     if isinstance(given, str | Path):
         given = LearnedUnits.load(given, device=next(surface.model.parameters()).device)
     if isinstance(given, LearnedUnits):
-        return _checkpoints(name, given, surface)
+        # One training run.
+        if (replaced := given.provenance["replaces"]) != surface.site.name:
+            raise ValueError(f"{quoted(name)} replaces {replaced}, not {surface.site.name}")
+        about = {"method": given.provenance["method"], "settings": given.provenance["settings"]}
+        # The same recipe on the same text gives the same bits; the file says which text.
+        identity = json.loads(json.dumps(plain({**about, "tokens_sha256": given.provenance["tokens_sha256"]})))
+        asked = set(given.checkpoints) if surface.checkpoints is None else {*surface.checkpoints, max(given.checkpoints)}
+        counts = [n for n in given.checkpoints if n in asked]
+        return lambda: (Candidate(n, CHECKPOINT, about, identity, lambda n=n: given.at(n)) for n in counts)
     if isinstance(given, tuple) and len(given) == 2:
         return _single(name, *given, surface)
     if isinstance(given, Factors | Mapping | nn.Module) or has_pair(given):
@@ -257,18 +265,6 @@ def _units_series(name: str, given: Any, surface: Surface, whose: str) -> Series
         f"{whose} a {type(given).__name__}; give LearnedUnits (swd.baselines.transcoder(...)), their folder, a function "
         'that trains them, (units, tokens), or options for SWD, {"sparsity": 0.5}'
     )
-
-
-def _checkpoints(name: str, units: LearnedUnits, surface: Surface) -> Series:
-    """One training run."""
-    if (replaced := units.provenance["replaces"]) != surface.site.name:
-        raise ValueError(f"{quoted(name)} replaces {replaced}, not {surface.site.name}")
-    about = {"method": units.provenance["method"], "settings": units.provenance["settings"]}
-    # The same recipe on the same text gives the same bits; the file says which text.
-    identity = json.loads(json.dumps(plain({**about, "tokens_sha256": units.provenance["tokens_sha256"]})))
-    asked = set(units.checkpoints) if surface.checkpoints is None else {*surface.checkpoints, max(units.checkpoints)}
-    counts = [n for n in units.checkpoints if n in asked]
-    return lambda: (Candidate(n, CHECKPOINT, about, identity, lambda n=n: units.at(n)) for n in counts)
 
 
 def _single(name: str, given: Any, tokens: Any, surface: Surface) -> Series:

@@ -92,7 +92,9 @@ def aligned_prompts(model: Any, prompts: Any, n: int = 16, *, like: int | None =
         "of another template or order": len(keys) - len(members) - other_length,
         "not needed": max(0, len(members) - n),
     }
-    group = _part(split, members[:n])
+    rows = members[:n]
+    columns = {name: getattr(split, name) for name in _OF_ROWS if getattr(split, name)}
+    group = replace(split, **{name: tuple(column[i] for i in rows) for name, column in columns.items()})
     added = _variants(model, group, n - len(group)) if drawn and len(group) < n else None
     if added is not None:
         both = {name: (*getattr(group, name), *getattr(added, name)) for name in _OF_ROWS}
@@ -110,11 +112,6 @@ def groups_of(split: TaskSplit) -> list[int]:
 
 def _key(split: TaskSplit, i: int) -> tuple[Any, ...]:
     return (len(split.tokens[i]), *(split.examples[i].meta.get(key) for key in _KEYS))
-
-
-def _part(split: TaskSplit, rows: Sequence[int]) -> TaskSplit:
-    columns = {name: getattr(split, name) for name in _OF_ROWS if getattr(split, name)}
-    return replace(split, **{name: tuple(column[i] for i in rows) for name, column in columns.items()})
 
 
 def _variants(model: Any, group: TaskSplit, n: int) -> TaskSplit | None:

@@ -274,31 +274,23 @@ def row_example(task: str, row: Mapping[str, Any], where: str, inclusive: bool =
             raise TaskError(f"{where}: {quoted(field)} must be text, got {quoted(row[field])}")
     meta = {"family": f"edge_pruning_{task}"}
     if task == "greater_than":
-        return _greater_than(row, where, inclusive, meta)
+        digits = row["digits"]  # text or a number
+        try:
+            year = -1 if isinstance(digits, float) and not digits.is_integer() else int(digits)
+        except (TypeError, ValueError):
+            year = -1
+        if not 0 <= year < 100:
+            shown = reprlib.repr(row["digits"])
+            raise TaskError(f"{where}: 'digits' must be the start year's last two digits (0 to 99), got {shown}")
+        later, earlier = _LATER[year], _EARLIER[year + 1 if inclusive else year]
+        if not later or not earlier:
+            raise Unusable("no year on one side of the start year", f"digits {year:02d}")
+        return TaskExample(row["prefix"], later, earlier, row["corr_prefix"], {**meta, "content": f"{year:02d}"})
     if task == "gendered_pronoun":
         pronoun = row["pronoun"].strip().lower()
         if pronoun not in OTHER_PRONOUN:
             raise TaskError(f"{where}: 'pronoun' must be he or she, got {quoted(row['pronoun'])}")
         return TaskExample(row["prefix"], (f" {pronoun}",), (f" {OTHER_PRONOUN[pronoun]}",), row["corr_prefix"], meta)
-    return _ioi(row, where, meta)
-
-
-def _greater_than(row: Mapping[str, Any], where: str, inclusive: bool, meta: Mapping[str, str]) -> TaskExample:
-    digits = row["digits"]  # text or a number
-    try:
-        year = -1 if isinstance(digits, float) and not digits.is_integer() else int(digits)
-    except (TypeError, ValueError):
-        year = -1
-    if not 0 <= year < 100:
-        shown = reprlib.repr(row["digits"])
-        raise TaskError(f"{where}: 'digits' must be the start year's last two digits (0 to 99), got {shown}")
-    later, earlier = _LATER[year], _EARLIER[year + 1 if inclusive else year]
-    if not later or not earlier:
-        raise Unusable("no year on one side of the start year", f"digits {year:02d}")
-    return TaskExample(row["prefix"], later, earlier, row["corr_prefix"], {**meta, "content": f"{year:02d}"})
-
-
-def _ioi(row: Mapping[str, Any], where: str, meta: Mapping[str, str]) -> TaskExample:
     prompt, _, name = row["ioi_sentences"].strip().rpartition(" ")
     if not prompt:
         raise TaskError(f"{where}: 'ioi_sentences' must end in a name, got {quoted(row['ioi_sentences'])}")

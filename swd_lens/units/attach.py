@@ -184,7 +184,17 @@ def attach(model: Any, factors: Any) -> Attachment:
         # 3. The host is this thread's, lists the attachment, and refuses methods that rewrite weights.
         hold_back_interrupts(push)
         hold(host.model, "attach", push)
-        _list_in(host.model, attachment)
+        # Have `detach(model)` find an attachment, until its undo.
+        own = host.model.__dict__
+
+        def forget() -> None:
+            listed = own.get(_STANDING, _Listed())
+            listed[:] = [other for other in listed if other is not attachment]
+            if not listed:
+                own.pop(_STANDING, None)
+
+        attachment._undo.push(forget)
+        own.setdefault(_STANDING, _Listed()).append(attachment)
         host.guard(_WHILE_ATTACHED, push)
         # 4. Swap each site's dense product for a projection.
         of_layer: dict[int, dict[str, Projection]] = {}
@@ -251,20 +261,6 @@ class _Listed(list[Attachment]):
 
     def __reduce__(self) -> Any:
         return _Listed, ()
-
-
-def _list_in(model: Any, attachment: Attachment) -> None:
-    """Have `detach(model)` find an attachment, until its undo."""
-    own = model.__dict__
-
-    def forget() -> None:
-        listed = own.get(_STANDING, _Listed())
-        listed[:] = [other for other in listed if other is not attachment]
-        if not listed:
-            own.pop(_STANDING, None)
-
-    attachment._undo.push(forget)
-    own.setdefault(_STANDING, _Listed()).append(attachment)
 
 
 def require_free(host: Host, sites: Sequence[Site]) -> None:

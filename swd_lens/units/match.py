@@ -230,7 +230,19 @@ def transported(host: Host, site: Site, f: Any) -> Any:
         reasons += ["this host has no foldable normalization in front of it"] * (present is None)
         reason = " and ".join(reasons)
         raise AttachError(f"{site.name}: these factors cannot be transported: {reason}; factorize this host")
-    _check_same_matrix(site, origin, present)
+    # Require that both matrices, taken back to before the fold, are the same up to the mean that centring takes out.
+    if site.kind in RESIDUAL_MATRICES:
+        before, now = origin.left, present.left
+    else:
+        before = origin.right if origin.scale is None else origin.scale * origin.right
+        now = present.right if present.scale is None else present.scale * present.right
+    errors = [float((a - b).norm() / b.norm()) for a, b in ((now, before), (now - now.mean(), before - before.mean()))]
+    if min(errors) > _TOLERANCE:
+        raise AttachError(
+            f"the factors of {site.name} do not lead to this host's W: a sketch of it differs by {min(errors):.2g} of its "
+            f"size (allowed {_TOLERANCE:g}), with and without centring. It is another checkpoint, or was trained further: "
+            "factorize it"
+        )
     ones = torch.ones(f.d_in, dtype=torch.float64)
     old, new = (ones if o.scale is None else o.scale.double() for o in (origin, present))
     if bool((new == 0).any()):
@@ -257,22 +269,6 @@ def transported(host: Host, site: Site, f: Any) -> Any:
         provenance=provenance,
         held=None,  # errors and probe hold for what was moved exactly
     )
-
-
-def _check_same_matrix(site: Site, old: Origin, new: Origin) -> None:
-    """Require that both matrices, taken back to before the fold, are the same up to the mean that centring takes out."""
-    if site.kind in RESIDUAL_MATRICES:
-        before, now = old.left, new.left
-    else:
-        before = old.right if old.scale is None else old.scale * old.right
-        now = new.right if new.scale is None else new.scale * new.right
-    errors = [float((a - b).norm() / b.norm()) for a, b in ((now, before), (now - now.mean(), before - before.mean()))]
-    if min(errors) > _TOLERANCE:
-        raise AttachError(
-            f"the factors of {site.name} do not lead to this host's W: a sketch of it differs by {min(errors):.2g} of its "
-            f"size (allowed {_TOLERANCE:g}), with and without centring. It is another checkpoint, or was trained further: "
-            "factorize it"
-        )
 
 
 def _or_zeros(vector: Tensor | None, length: int) -> Float[Tensor, " length"]:

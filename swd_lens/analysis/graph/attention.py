@@ -130,7 +130,15 @@ def attention_paths(model: Any, factors: Any, graph: UnitGraph, *, pairs: int = 
     require_no_dropout(model)
     ids = list(graph.settings["token_ids"])
     with torch.no_grad():
-        heads = table(_head_rows(_layout(units, graph, ids), graph), HEADS)
+        # The graph's own units on its prompt. Where values have units, an edge that it drew begins at one of them, so that
+        # they are among its nodes; so the paths are those that the graph followed.
+        drawn: dict[Site, list[int]] = {}
+        by_name = {site.name: site for site in units.sites}
+        for site, unit in graph.nodes[graph.nodes["kind"] == "unit"].groupby("site")["unit"]:
+            drawn[by_name[str(site)]] = sorted(set(unit.tolist()))
+        drawn = {site: drawn[site] for site in units.sites if site in drawn}
+        run = frozen_run(units, drawn, ids, drawn, ())
+        heads = table(_head_rows(layout_of(units, drawn, run, answers=(), static=False, bounded=False), graph), HEADS)
         layers = sides_of(units, set(heads["layer"].tolist()))
         runs = run_layers(units, layers, torch.tensor([ids])) if layers else {}
         made_of = provenance(units, layers) if layers else {}
@@ -145,18 +153,6 @@ def attention_paths(model: Any, factors: Any, graph: UnitGraph, *, pairs: int = 
 
 
 # ---------------------------------------------------------------------------------------------- by head
-
-
-def _layout(units: UnitSet, graph: UnitGraph, ids: list[int]) -> Layout:
-    """The graph's own units on its prompt. Where values have units, an edge that it drew begins at one of them, so that they are
-    among its nodes; so the paths are those that the graph followed."""
-    drawn: dict[Site, list[int]] = {}
-    by_name = {site.name: site for site in units.sites}
-    for site, unit in graph.nodes[graph.nodes["kind"] == "unit"].groupby("site")["unit"]:
-        drawn[by_name[str(site)]] = sorted(set(unit.tolist()))
-    drawn = {site: drawn[site] for site in units.sites if site in drawn}
-    run = frozen_run(units, drawn, ids, drawn, ())
-    return layout_of(units, drawn, run, answers=(), static=False, bounded=False)
 
 
 def _head_rows(layout: Layout, graph: UnitGraph) -> Iterator[dict[str, Any]]:

@@ -92,7 +92,17 @@ def viewer_graph(
     ]
     influence = dict(zip([places[row["node"]].node_id for row in rows], _influence(graph), strict=True))
     nodes = [_drawn(row, places[row["node"]], graph.settings["answers"] or [], audit) for row in rows]
-    tokens = _tokens_between(graph, places)
+    # Nodes of a prompt's tokens that have no edge in the graph, from the first column with nodes on.
+    ids = graph.settings["token_ids"] or []
+    shift = len(places.tokens) - len(ids)  # 1 where a token stands alone
+    drawn = {int(position) for position in graph.nodes["position"][graph.nodes["kind"] == "token"]}
+    first = graph.nodes["position"].min() if ids else 0
+    tokens = []
+    for position in range(int(first), len(ids)):
+        if position not in drawn:
+            column = position + shift
+            place = NodePlacement(f"E_{ids[position]}_{column}", "E", column, column)
+            tokens.append(_node(place, "embedding", f'Emb: "{places.tokens[column]}"', 1.0))
     influence |= dict.fromkeys((token["node_id"] for token in tokens), 0.0)
     errors, left_out = _left_out(graph, places, rows, links)
     links += left_out
@@ -149,21 +159,6 @@ def _drawn(row: dict[str, Any], place: NodePlacement, answers: list[int], audit:
     name = f"{row['site']}/{row['unit']}"
     label = row["label"] or ("" if audit is None else audit.labels.text(name))
     return _node(place, _UNIT_TYPE, f"{label} ({name})" if label else name, row["activation"])
-
-
-def _tokens_between(graph: GraphData, places: Places) -> list[dict[str, Any]]:
-    """Nodes of a prompt's tokens that have no edge in the graph, from the first column with nodes on."""
-    ids = graph.settings["token_ids"] or []
-    shift = len(places.tokens) - len(ids)  # 1 where a token stands alone
-    drawn = {int(position) for position in graph.nodes["position"][graph.nodes["kind"] == "token"]}
-    first = graph.nodes["position"].min() if ids else 0
-    nodes = []
-    for position in range(int(first), len(ids)):
-        if position not in drawn:
-            column = position + shift
-            place = NodePlacement(f"E_{ids[position]}_{column}", "E", column, column)
-            nodes.append(_node(place, "embedding", f'Emb: "{places.tokens[column]}"', 1.0))
-    return nodes
 
 
 def _left_out(

@@ -240,7 +240,15 @@ def removals(
     if remove == "pair":
         without = intact - contribution
     else:
-        without = _scores_without(run, head, q_unit if remove == "q" else k_unit, remove)
+        # The heads' scores, before cap and mask, with a unit taken out of queries or keys; norms see what is left.
+        unit = q_unit if remove == "q" else k_unit
+        key_head = head // run.heads.group
+        side, side_head = (run.q, head) if remove == "q" else (run.k, key_head)
+        written = side.z[..., unit].mT[..., None] * side.side.write[unit, side_head][:, None]
+        rest = side.ready(side.raw[:, side_head] - written)
+        q, k = (rest, run.k.vectors[:, key_head]) if remove == "q" else (run.q.vectors[:, head], rest)
+        scores = q @ k.mT * run.heads.scale
+        without = scores if run.position_bias is None else scores + run.position_bias[head]
     log_before, log_after = run.log_intact[:, head], run.log_pattern(without)
     before, after, dense = log_before.exp() * mask, log_after.exp() * mask, run.dense[:, head]
     log_dense = dense.clamp(min=torch.finfo(torch.float32).tiny).log()
@@ -261,17 +269,6 @@ def removals(
         ),
         "share": _ratio(_dot(own, removed), _dot(removed, removed)),
     }
-
-
-def _scores_without(run: LayerScores, head: Tensor, unit: Tensor, remove: str) -> Float[Tensor, "batch case pos pos"]:
-    """The heads' scores, before cap and mask, with a unit taken out of queries or keys; norms see what is left."""
-    key_head = head // run.heads.group
-    side, side_head = (run.q, head) if remove == "q" else (run.k, key_head)
-    written = side.z[..., unit].mT[..., None] * side.side.write[unit, side_head][:, None]
-    rest = side.ready(side.raw[:, side_head] - written)
-    q, k = (rest, run.k.vectors[:, key_head]) if remove == "q" else (run.q.vectors[:, head], rest)
-    scores = q @ k.mT * run.heads.scale
-    return scores if run.position_bias is None else scores + run.position_bias[head]
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

@@ -88,11 +88,21 @@ class Cluster:
 
     def _start(self, stored: _Stored) -> None:
         task = stored.task
+        # The estimate; or all of the largest node's memory, where the estimate is more: asking for more would wait for ever.
+        most = int(max((_offered(node, "memory") for node in _nodes()), default=0))
+        if task.bytes > most:
+            warnings.warn(
+                RuntimeWarning(
+                    f"{task.site} is estimated to need {task.bytes / 1000000000.0:.3g} GB; the largest node of the Ray cluster "
+                    f"offers {most / 1000000000.0:.3g} GB and gets it alone"
+                ),
+                stacklevel=callers_level(),
+            )
         remote = _remote.options(
             name=f"solve {task.site}",
             num_cpus=self._threads,
             num_gpus=1 if task.weight.device.type == "cuda" else 0,
-            memory=_requested_memory(task),
+            memory=min(task.bytes, most),
             max_retries=0,
         )
         self._waiting[remote.remote(stored.parcel, self._threads)] = stored
@@ -143,17 +153,3 @@ def _nodes() -> list[dict[str, Any]]:
 
 def _offered(node: dict[str, Any], resource: str) -> float:
     return float(node["Resources"].get(resource, 0.0))
-
-
-def _requested_memory(task: SolveTask) -> int:
-    """The estimate; or all of the largest node's memory, where the estimate is more: asking for more would wait for ever."""
-    most = int(max((_offered(node, "memory") for node in _nodes()), default=0))
-    if task.bytes > most:
-        warnings.warn(
-            RuntimeWarning(
-                f"{task.site} is estimated to need {task.bytes / 1000000000.0:.3g} GB; the largest node of the Ray cluster "
-                f"offers {most / 1000000000.0:.3g} GB and gets it alone"
-            ),
-            stacklevel=callers_level(),
-        )
-    return min(task.bytes, most)
