@@ -183,10 +183,7 @@ def kl_per_prediction(
     before: Float[Tensor, "predictions vocab"], after: Float[Tensor, "predictions vocab"]
 ) -> Float[Tensor, " predictions"]:
     """KL(before || after) of every row of logits, in nats; float64, on the CPU, never below 0. A chunk of rows at a time.
-
-    Raises:
-        ValueError: one is not finite.
-    """
+    Raises ValueError: one is not finite."""
     rows = max(1, CHUNK_BYTES // (8 * before.shape[-1]))
     with torch.no_grad():
         chunks = zip(before.split(rows), after.split(rows), strict=True)

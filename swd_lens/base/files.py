@@ -64,11 +64,8 @@ def fault_of_name(path: str | Path) -> str | None:
 
 
 def behind_link(path: Path) -> Path:
-    """The file that is written under this name: where it is a link, what it leads to.
-
-    Raises:
-        OSError: it leads into a folder that is not there, such as that of a disk which is not mounted.
-    """
+    """The file that is written under this name: where it is a link, what it leads to. Raises OSError: it leads into a folder
+    that is not there, such as that of a disk which is not mounted."""
     if not path.is_symlink():
         return path
     target = Path(os.path.realpath(path))
@@ -98,11 +95,8 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def workplace_beside(path: Path, mode: int = 0o777) -> Iterator[Path]:
-    """A folder beside `path` for as long as the block runs; once this process is dead, `remove_remains` removes it.
-
-    Args:
-        mode: of what lies around it, before the umask.
-    """
+    """A folder beside `path` for as long as the block runs; once this process is dead, `remove_remains` removes it. mode: of
+    what lies around it, before the umask."""
     with ExitStack() as ends:
         while True:
             place = path.with_name(f".{path.name}.{uuid.uuid4().hex[:16]}.part")

@@ -74,24 +74,15 @@ _holders: WeakKeyDictionary[Any, _Holder] = WeakKeyDictionary()
 
 
 def hold(model: Any, call: str, push: Push) -> None:
-    """Give the host to this thread until the pushed step has been run.
-
-    Args:
-        call: the function for which it is held, as others are told: "attach".
-
-    Raises:
-        HostInUseError: another thread uses it.
-    """
+    """Give the host to this thread until the pushed step has been run. call: the function for which it is held, as others are
+    told: "attach". Raises HostInUseError: another thread uses it."""
     take(model, call, object(), push)
 
 
 @joint
 def take(model: Any, call: str, reason: object, push: Push) -> None:
-    """Give the host to this thread, for one reason more, until the pushed step has been run.
-
-    Raises:
-        HostInUseError: another thread uses it, or is in a forward of it that does not end.
-    """
+    """Give the host to this thread, for one reason more, until the pushed step has been run. Raises HostInUseError: another
+    thread uses it, or is in a forward of it that does not end."""
     holder = _entered(model, call, reason, push)
     until = time.monotonic() + WAIT_FOR_FORWARD
     while holder.begun:

@@ -103,11 +103,7 @@ def take(path: Path, patience: float = 0.0, *, make: bool = True) -> Lock:
 
 
 def try_lock(file: IO[Any]) -> bool:
-    """Lock an open file until it is closed; False: another holds it.
-
-    Raises:
-        NoLocks: the file system has no locks.
-    """
+    """Lock an open file until it is closed; False: another holds it. Raises NoLocks: the file system has no locks."""
     try:
         _lock(file)
     except OSError as cause:

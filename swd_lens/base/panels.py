@@ -124,11 +124,8 @@ def _cell() -> str | None:
 
 @cache
 def library() -> str:
-    """CircuitsVis as one <script> element (1.3 MB) with a line of style before it, for a page to hold once.
-
-    Raises:
-        ImportError: circuitsvis is not installed, or came without its script.
-    """
+    """CircuitsVis as one <script> element (1.3 MB) with a line of style before it, for a page to hold once. Raises
+    ImportError: circuitsvis is not installed, or came without its script."""
     try:
         import circuitsvis
     except ImportError:

@@ -84,22 +84,14 @@ def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path, what: str, raised_as: type[Exception] = ValueError) -> dict[str, Any]:
-    """Read what `write_sealed` wrote.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        raised_as: it is not JSON, or not what was written; see `unseal` for the arguments.
-    """
+    """Read what `write_sealed` wrote. Raises FileNotFoundError: there is no such file; raised_as: it is not JSON, or not what
+    was written; see `unseal` for the arguments."""
     return unseal(read_json(path, what, raised_as), path, what, raised_as)
 
 
 def read_json(path: Path, what: str, raised_as: type[Exception] = ValueError) -> Any:
-    """The values of any JSON file, sealed or not; the seal is left in.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        raised_as: it is not JSON.
-    """
+    """The values of any JSON file, sealed or not; the seal is left in. Raises FileNotFoundError: there is no such file;
+    raised_as: it is not JSON."""
     with readable(path, what, raised_as):
         return json.loads(Path(path).read_text(encoding="utf-8"))
 
@@ -145,11 +137,8 @@ def _digest(values: Any) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file with its hash, atomically.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written; the path is named and nothing is left behind.
-    """
+    """Write a safetensors file with its hash, atomically. Raises OSError: the disk is full, or the folder cannot be written;
+    the path is named and nothing is left behind."""
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with atomic(path) as temporary:
         save_file(on_cpu, str(temporary), {**metadata, SEAL: _MARK + tensor_digest(on_cpu, metadata)})
@@ -157,12 +146,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def open_tensors(path: Path, what: str, raised_as: type[Exception] = ValueError) -> Any:
-    """A safetensors file, mapped: what it holds can be read, with `read_tensors`, also when its name is gone.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        raised_as: it is not a safetensors file, or its name is not UTF-8.
-    """
+    """A safetensors file, mapped: what it holds can be read, with `read_tensors`, also when its name is gone. Raises
+    FileNotFoundError: there is no such file; raised_as: it is not a safetensors file, or its name is not UTF-8."""
     if fault := fault_of_name(path):
         raise raised_as(f"{legible(path)} cannot be read under {fault}. Give it, and the folders above it, other names")
     for attempt in range(_ATTEMPTS):
@@ -251,11 +236,8 @@ def hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def require_hashes(folder: Path, hashes: Mapping[str, str], what: str, raised_as: type[Exception] = ValueError) -> None:
-    """Require that the folder holds these files as they were written.
-
-    Raises:
-        raised_as: one is missing, has other bytes, or its name leads out of the folder.
-    """
+    """Require that the folder holds these files as they were written. Raises raised_as: one is missing, has other bytes, or
+    its name leads out of the folder."""
     for name, expected in hashes.items():
         path = folder / name
         # By its name: a user may have put a part of the folder on another disk, with a link in its place.

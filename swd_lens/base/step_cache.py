@@ -58,11 +58,8 @@ class CallFile:
         self.digest = _digest(self.settings)
 
     def read(self) -> dict[str, Any] | None:
-        """The values in the file; None where there is no file.
-
-        Raises:
-            ResumeError: it is of another call (every difference is named), or damaged.
-        """
+        """The values in the file; None where there is no file. Raises ResumeError: it is of another call (every difference is
+        named), or damaged."""
         try:
             then = read_sealed(self.path, self.what, ResumeError)
         except FileNotFoundError:
@@ -85,11 +82,7 @@ class CallFile:
         write_sealed(path, {"part": self._part(key), "values": values})
 
     def read_values(self, path: Path, key: Key, what: str = WHAT) -> Any:
-        """Read what `write_values` wrote.
-
-        Raises:
-            ResumeError: it is of another call or key, or damaged.
-        """
+        """Read what `write_values` wrote. Raises ResumeError: it is of another call or key, or damaged."""
         return self._values_of(read_sealed(path, what, ResumeError), path, key, what)
 
     def write_tensors(self, path: Path, key: Key, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -154,14 +147,8 @@ class StepCache:
         return self.folder is not None and any(self._path(key, kind).is_file() for kind in ("json", "safetensors"))
 
     def values(self, key: Key, make: Callable[[], Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Value]) -> Value:
-        """A step of plain values, made now or finished earlier.
-
-        Args:
-            read: builds the result from the values, as JSON gives them back (NaN is None there).
-
-        Raises:
-            ResumeError: the step is damaged.
-        """
+        """A step of plain values, made now or finished earlier. read: builds the result from the values, as JSON gives them
+        back (NaN is None there). Raises ResumeError: the step is damaged."""
         if self.folder is None:
             return read(make())
         path = self._path(key, "json")

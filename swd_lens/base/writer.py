@@ -60,12 +60,8 @@ def writing(folder: str | Path, call: str, n_bytes: int = 0, *, wait: bool = Fal
 
 @contextmanager
 def writing_file(path: str | Path, call: str, *, wait: bool = False) -> Iterator[Path]:
-    """`writing` of a single file: others may write other files of the folder. A link is held as what it leads to.
-
-    Raises:
-        FolderInUseError: another call writes this file.
-        OSError: it cannot be written; see `require_writable_file`.
-    """
+    """`writing` of a single file: others may write other files of the folder. A link is held as what it leads to. Raises
+    FolderInUseError: another call writes this file; OSError: it cannot be written; see `require_writable_file`."""
     path = Path(path)
     require_writable_file(path)
     target = behind_link(path)
@@ -74,11 +70,8 @@ def writing_file(path: str | Path, call: str, *, wait: bool = False) -> Iterator
 
 
 def require_writable_file(path: str | Path) -> None:
-    """Require a file that can be written into its folder.
-
-    Raises:
-        OSError: it is a folder, or its folder cannot be made, written or locked.
-    """
+    """Require a file that can be written into its folder. Raises OSError: it is a folder, or its folder cannot be made,
+    written or locked."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{legible(path)} is a folder; give the name of a file in it. Nothing was done")
@@ -121,11 +114,8 @@ def read_beside_writer(folder: Path, read: Callable[[], Value]) -> Value:
 
 
 def require_writable(folder: str | Path, n_bytes: int = 0) -> None:
-    """Require a folder that can be made, written and locked, on a disk with room for so many bytes.
-
-    Raises:
-        OSError: it is a file, lies below one, cannot be written or locked, or the disk is too small.
-    """
+    """Require a folder that can be made, written and locked, on a disk with room for so many bytes. Raises OSError: it is a
+    file, lies below one, cannot be written or locked, or the disk is too small."""
     folder = Path(folder)
     if fault := fault_of_name(folder):
         raise PermissionError(

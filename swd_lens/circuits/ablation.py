@@ -94,11 +94,8 @@ class Means:
 
 
 def ablation_values(scores: UnitScores, ablation: str) -> dict[str, Float[Tensor, "*_pos _unit"]]:
-    """Activations that replace the units': their means over training prompts (paper §2.2), or zero.
-
-    Raises:
-        ValueError: neither "mean" nor "zero".
-    """
+    """Activations that replace the units': their means over training prompts (paper §2.2), or zero. Raises ValueError: neither
+    "mean" nor "zero"."""
     if ablation not in ("mean", "zero"):
         raise ValueError(
             f"ablation must be 'mean' or 'zero' here, got {quoted(ablation)} (resampled values belong to prompts: see evaluate)"
@@ -180,14 +177,9 @@ def _require_corrupt(split: TaskSplit, positions: str) -> None:
 
 
 def replaced_masks(scores: UnitScores, units: Any, mode: str) -> dict[str, Bool[Tensor, " _unit"]]:
-    """Per site, True where a unit is replaced: the units not in the set (keep), or those in it (ablate).
-
-    Args:
-        units: names ("blocks.2.mlp_out/17"), (site, index) pairs, a table or a circuit, see `swd_lens.units.keys.read_units`.
-
-    Raises:
-        ValueError: a unit that these scores do not cover, or an unknown mode.
-    """
+    """Per site, True where a unit is replaced: the units not in the set (keep), or those in it (ablate). units: names
+    ("blocks.2.mlp_out/17"), (site, index) pairs, a table or a circuit, see `swd_lens.units.keys.read_units`. Raises
+    ValueError: a unit that these scores do not cover, or an unknown mode."""
     one_of("mode", mode, MODES)
     members = {site: torch.zeros(len(s), dtype=torch.bool) for site, s in scores.scores.items()}
     for site, index in read_units(units, members):

@@ -104,11 +104,8 @@ def compare(
 
 
 def comparison_over_hosts(protocol: Protocol, methods: Mapping[str, Any], hosts: Mapping[str, Any], **how: Any) -> Comparison:
-    """`comparison_of` where some methods have hosts of their own; the protocol's comes first.
-
-    Raises:
-        ValueError: a host of no method, or no method on the protocol's own host.
-    """
+    """`comparison_of` where some methods have hosts of their own; the protocol's comes first. Raises ValueError: a host of no
+    method, or no method on the protocol's own host."""
     own = {name: source for name, source in methods.items() if name not in hosts}
     if not own or set(hosts) - set(methods):
         raise ValueError(
@@ -156,11 +153,8 @@ def comparison_of(
 
 
 def role_of(given: Any) -> str:
-    """The role of a method, from what made its units: trained, pruned or exact controls, the paper's solver, or SWD.
-
-    Args:
-        given: factors, seeds of them, or what makes them (which is not made for this: it counts as SWD).
-    """
+    """The role of a method, from what made its units: trained, pruned or exact controls, the paper's solver, or SWD. given:
+    factors, seeds of them, or what makes them (which is not made for this: it counts as SWD)."""
     first = given[0] if isinstance(given, list | tuple) and given else given
     values = list(first.values()) if isinstance(first, Mapping) else [first]
     unit = values[0] if values else None
@@ -180,12 +174,7 @@ def several(given: Any, name: str) -> tuple[str, ...]:
 
 
 def check_tasks(tasks: Any) -> list[Task]:
-    """One task or several as a list.
-
-    Raises:
-        TypeError: something else than tasks.
-        ValueError: none, or two of one name.
-    """
+    """One task or several as a list. Raises TypeError: something else than tasks; ValueError: none, or two of one name."""
     if isinstance(tasks, Mapping | str) or not isinstance(tasks, Iterable | Task):
         hint = "; pass list(tasks.values())" if isinstance(tasks, Mapping) else ""
         raise TypeError(f"tasks must be a Task or a list of them, got {legible(reprlib.repr(tasks))}{legible(hint)}")

@@ -89,11 +89,8 @@ class Outcome:
 
 
 def at_once(bucket: Bucket, length: int, tokens_per_forward: int, *, whole: bool) -> int:
-    """Number of interventions on a bucket that run together, at `length` positions of each prompt.
-
-    Args:
-        whole: logits are of the whole vocabulary, which may outgrow everything else.
-    """
+    """Number of interventions on a bucket that run together, at `length` positions of each prompt. whole: logits are of the
+    whole vocabulary, which may outgrow everything else."""
     n_prompts = len(bucket.index)
     n = tokens_per_forward // (n_prompts * length)
     return max(1, min(n, _LOGITS_AT_ONCE // (n_prompts * bucket.d_vocab)) if whole else n)

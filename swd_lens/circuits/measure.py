@@ -146,11 +146,8 @@ class Threshold:
         drop: float | int | None = None,
         recovered_of_dense: float | int | None = None,
     ) -> "Threshold":
-        """The one that was given; recovered 0.9 where none was.
-
-        Raises:
-            ValueError: several, or a share above 10 (90 in place of 0.9).
-        """
+        """The one that was given; recovered 0.9 where none was. Raises ValueError: several, or a share above 10 (90 in place
+        of 0.9)."""
         shares = {"recovered": recovered, "sufficiency": sufficiency, "necessity": necessity}
         shares["recovered of dense"] = recovered_of_dense
         for name, value in shares.items():

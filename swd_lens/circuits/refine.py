@@ -428,11 +428,8 @@ class _Search:
         return passed
 
     def removed(self, kept: Bool[Tensor, " unit"], passed: list[Bool[Tensor, " unit"]] | None = None) -> Bool[Tensor, " unit"]:
-        """The circuit after removing whatever can go; of large ones, until a step saves little.
-
-        Args:
-            passed: gets what is passed on the way: circuits after each step, and some within steps that remove many.
-        """
+        """The circuit after removing whatever can go; of large ones, until a step saves little. passed: gets what is passed on
+        the way: circuits after each step, and some within steps that remove many."""
         while not self.late():
             self.tell(f"{int(kept.sum()):,} units")
             inside = kept.nonzero()[:, 0].flip(0)[:_MOST_TRIED]  # lowest scores first

@@ -232,11 +232,8 @@ def lower_hull(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def spend(curves: Mapping[str, LossCurve], total: int) -> dict[str, int]:
-    """Budgets of all matrices: sum exactly `total`, summed loss least.
-
-    Raises:
-        ValueError: the curves' first budgets add up to more than the total, or their last ones to less.
-    """
+    """Budgets of all matrices: sum exactly `total`, summed loss least. Raises ValueError: the curves' first budgets add up to
+    more than the total, or their last ones to less."""
     least, most = (sum(curve.edges[end] for curve in curves.values()) for end in (0, -1))
     if not least <= total <= most:
         raise ValueError(
@@ -261,11 +258,8 @@ def spend(curves: Mapping[str, LossCurve], total: int) -> dict[str, int]:
 
 
 def fewest_edges(curves: Mapping[str, LossCurve], loss: float) -> int:
-    """The smallest total of which `spend` makes a summed loss of at most this.
-
-    Raises:
-        ValueError: not even the curves' last budgets have so little of it, or already their first ones.
-    """
+    """The smallest total of which `spend` makes a summed loss of at most this. Raises ValueError: not even the curves' last
+    budgets have so little of it, or already their first ones."""
 
     def summed(total: int) -> float:
         return sum(curves[name].at(k) for name, k in spend(curves, total).items())

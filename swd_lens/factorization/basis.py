@@ -289,11 +289,8 @@ def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -
 
 
 def _told_before(folder: Path, job: Job) -> dict[str, Any] | None:
-    """Read what text said of exactly these matrices to the call whose factors lie in the folder.
-
-    Raises:
-        ResumeError: the folder's index names a basis that there is not.
-    """
+    """Read what text said of exactly these matrices to the call whose factors lie in the folder. Raises ResumeError: the
+    folder's index names a basis that there is not."""
     told: Any = None
     with suppress(FactorFileError, FileNotFoundError):  # a damaged index is said by who reads it
         told = provenance_in(folder).get("basis")

@@ -44,15 +44,9 @@ _WAYS_OUT = "Rerun with the original settings to resume, give another folder, or
 
 @contextmanager
 def writing_checkpoint(folder: Path, sizes: Mapping[str, int], *, overwrite: bool) -> Iterator[None]:
-    """Hold a folder while these matrices are factorized; a folder that has all of them is only read, and not held.
-
-    Args:
-        sizes: site -> bytes of its file, about.
-
-    Raises:
-        FolderInUseError: another call writes the folder, or a shard that would be overwritten.
-        OSError: it cannot be written, or the disk is too small for the matrices that are missing.
-    """
+    """Hold a folder while these matrices are factorized; a folder that has all of them is only read, and not held. sizes: site
+    -> bytes of its file, about. Raises FolderInUseError: another call writes the folder, or a shard that would be overwritten;
+    OSError: it cannot be written, or the disk is too small for the matrices that are missing."""
     held: Iterable[str] = ()
     with suppress(FactorFileError, FileNotFoundError):  # said by who reads it
         held = () if overwrite else entries_in(folder)
@@ -99,10 +93,7 @@ class Checkpoint:
 
     def resume(self) -> dict[str, Factors]:
         """The finished matrices of the folder, in execution order; none where it holds no index or is to be overwritten.
-
-        Raises:
-            ResumeError: the folder is damaged, holds other sites, or a recipe differs (every difference is named).
-        """
+        Raises ResumeError: the folder is damaged, holds other sites, or a recipe differs (every difference is named)."""
         if self.overwrite or not (self.folder / INDEX).is_file():
             return {}
         try:
@@ -131,11 +122,8 @@ class Checkpoint:
         return finished
 
     def in_shards(self) -> dict[str, Callable[[], Factors]]:
-        """Matrices that shards have finished and this folder does not hold: site -> what reads its Factors.
-
-        Raises:
-            ResumeError: a shard's folder is damaged, or a recipe differs (every difference is named).
-        """
+        """Matrices that shards have finished and this folder does not hold: site -> what reads its Factors. Raises
+        ResumeError: a shard's folder is damaged, or a recipe differs (every difference is named)."""
         missing = [site for site in self.recipes if site not in self._entries]
         if self.overwrite or not missing:
             return {}
@@ -207,11 +195,8 @@ class Shard:
         return cls(number, count)
 
     def of(self, sites: Sequence[Site], flops: Mapping[str, float]) -> list[Site]:
-        """This shard's sites, in execution order: the costliest first, each to the shard that has least so far.
-
-        Raises:
-            ShardError: fewer sites than shards, so that this one has nothing to do.
-        """
+        """This shard's sites, in execution order: the costliest first, each to the shard that has least so far. Raises
+        ShardError: fewer sites than shards, so that this one has nothing to do."""
         loads, mine = [0.0] * self.count, []
         for site in sorted(sites, key=lambda site: (-flops[site.name], execution_key(site.name))):
             least = loads.index(min(loads))

@@ -241,11 +241,8 @@ def _token_shape(tokens: Any, host: Any) -> tuple[int, int] | None:
 
 
 def forecast(job: Job, finished: Collection[str] = ()) -> tuple[SiteEstimate, ...]:
-    """One row per matrix that is still to be done; `finished` are the names of those that are there already.
-
-    Raises:
-        ValueError: bad units or solver options; the matrix is named.
-    """
+    """One row per matrix that is still to be done; `finished` are the names of those that are there already. Raises
+    ValueError: bad units or solver options; the matrix is named."""
     plan = _Plan(job)
     unfinished = [[site for site in stage if site.name not in finished] for stage in stages_of(job.sites, job.kind)]
     stages = [stage for stage in unfinished if stage]

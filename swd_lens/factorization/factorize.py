@@ -302,11 +302,8 @@ def _factorized(job: Job, checkpoint: Checkpoint | None, *, progress: bool) -> F
 
 
 def _verify_resumed(job: Job, checkpoint: Checkpoint | None, site: Site, f: Factors) -> Factors:
-    """Factors that the folder holds, with the host's dense weight.
-
-    Raises:
-        ResumeError: they were made from another W, or from another input, than their recipe says.
-    """
+    """Factors that the folder holds, with the host's dense weight. Raises ResumeError: they were made from another W, or from
+    another input, than their recipe says."""
     try:
         check_weights(host_of(job.model), site, f)
     except AttachError as cause:

@@ -92,11 +92,8 @@ class Goal:
 def divided(
     model: Any, tokens: Any, heldout: Any, *, exclude: Any = None, attention_mask: Any = None
 ) -> tuple[CalibrationText, TokenStream]:
-    """Text to fit on and text to be judged on: the last quarter of the rows, where no other is given.
-
-    Raises:
-        TokenError: no tokens, or bad ones; or a single row, and no held-out text.
-    """
+    """Text to fit on and text to be judged on: the last quarter of the rows, where no other is given. Raises TokenError: no
+    tokens, or bad ones; or a single row, and no held-out text."""
     if tokens is None:
         raise TokenError("a goal (kl= or ce=) needs tokens: factors are fitted on a part of the text and judged on another one")
     stream = text_for(model, tokens, exclude=exclude, attention_mask=attention_mask)
@@ -192,12 +189,8 @@ class GoalSearch:
     refused: BudgetError | None = None
 
     def run(self, progress: bool) -> tuple[dict[str, Any], FactorSet | None]:
-        """The row of the best end of a path, and its factors, if they were made now.
-
-        Raises:
-            GoalError: nothing that was tried keeps the goal.
-            BudgetError: or nothing could be made.
-        """
+        """The row of the best end of a path, and its factors, if they were made now. Raises GoalError: nothing that was tried
+        keeps the goal; BudgetError: or nothing could be made."""
         start, best, factors = 0.5, None, None
         title = f"factors of {self.goal}"
         with tqdm(total=len(self.paths) * STEPS, desc=title, unit="trial", disable=not progress, leave=False) as bar:
@@ -279,11 +272,8 @@ class GoalSearch:
 
     @contextmanager
     def held(self, overwrite: bool) -> Iterator[None]:
-        """Hold the folder for this search, and take over the trials of an interrupted call.
-
-        Raises:
-            ResumeError: it holds the trials of another search (every difference is named).
-        """
+        """Hold the folder for this search, and take over the trials of an interrupted call. Raises ResumeError: it holds the
+        trials of another search (every difference is named)."""
         with ExitStack() as stack:
             if self.folder is not None:
                 stack.enter_context(writing(self.folder, "factorize"))

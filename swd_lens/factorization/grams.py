@@ -213,11 +213,8 @@ class _Sums:
     def _that_count(
         self, site: Site, flat: Float[Tensor, "vector d_in"]
     ) -> tuple[Float[Tensor, "counted d_in"], Float[Tensor, "first d_in"]]:
-        """The vectors that count, and those of them at first positions.
-
-        Raises:
-            UnsupportedHostError: the site did not read one vector per token, so that it cannot be said which count.
-        """
+        """The vectors that count, and those of them at first positions. Raises UnsupportedHostError: the site did not read one
+        vector per token, so that it cannot be said which count."""
         n_rows, n_positions = self.shape
         if len(flat) != n_rows * n_positions:
             if self.counted is not None:

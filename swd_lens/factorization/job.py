@@ -73,12 +73,9 @@ class Job:
         sparsity: float | int | Mapping[str, float],
         how: SolveOptions,
     ) -> "Job":
-        """The job of these arguments; `model` is a host, or shapes as `estimate` takes them.
-
-        Raises:
-            UnknownSiteError, UnsupportedHostError: bad sites or host.
-            ValueError: bad shapes, sparsities or solver options (the site is named), or outputs that cannot be weighed.
-        """
+        """The job of these arguments; `model` is a host, or shapes as `estimate` takes them. Raises UnknownSiteError,
+        UnsupportedHostError: bad sites or host; ValueError: bad shapes, sparsities or solver options (the site is named), or
+        outputs that cannot be weighed."""
         shapes_only = isinstance(model, Mapping | Sequence)
         matrices = matrices_of(model, sites) if shapes_only else tuple(find_sites(model, sites))
         for site in matrices:
@@ -186,11 +183,8 @@ class Job:
         )
 
     def only(self, shard: Shard, flops: Mapping[str, float]) -> "Job":
-        """The job of one shard; `flops` are the sites' estimated operations.
-
-        Raises:
-            ShardError: the matrices wait for each other, or there are fewer than shards.
-        """
+        """The job of one shard; `flops` are the sites' estimated operations. Raises ShardError: the matrices wait for each
+        other, or there are fewer than shards."""
         if self.chained:
             raise ShardError(
                 f"shard {shard} with {self.kind} calibration: each matrix waits for those before it. Shard zero-data or "

@@ -56,12 +56,9 @@ def _matrix(name: str, shape: Any, number: int) -> Site:
 
 
 def sparsity_of_each(sites: Sequence[Site], sparsity: float | int | Mapping[str, float]) -> dict[str, float]:
-    """Site name -> s: one for all, or a mapping whose keys are patterns (see `swd_lens.hosts.sites.select_sites`).
-
-    Raises:
-        UnknownSiteError: a key matches none of the sites.
-        SparsityError: a site without an s, or with two different ones; an s that is no number.
-    """
+    """Site name -> s: one for all, or a mapping whose keys are patterns (see `swd_lens.hosts.sites.select_sites`). Raises
+    UnknownSiteError: a key matches none of the sites; SparsityError: a site without an s, or with two different ones; an s
+    that is no number."""
     for s in sparsity.values() if isinstance(sparsity, Mapping) else [sparsity]:
         if not is_number(s):
             raise SparsityError(f"sparsity={quoted(s)}: give a number inside (0, 1); s = 1 - K / numel(W)")

@@ -96,11 +96,8 @@ class Residuals:
         sites: Sequence[Site],
         use: Callable[[Site, Float[Tensor, "_rows pos _d_in"]], None],
     ) -> None:
-        """Run one of the batches for what sites read: use(site, h) of each.
-
-        Raises:
-            UnsupportedHostError: a site that the host's forward never shows, or shows several times per token.
-        """
+        """Run one of the batches for what sites read: use(site, h) of each. Raises UnsupportedHostError: a site that the
+        host's forward never shows, or shows several times per token."""
         wanted = {site.name for site in sites}
         ends = start is not None and wanted <= self._once
         vectors: Counter[str] = Counter()
@@ -118,11 +115,8 @@ class Residuals:
         require_one_per_token(sites, vectors, tokens.numel())
 
     def advance(self, layer: int) -> None:
-        """Keep what enters block `layer` from now on, of the host as it is now. Interrupted, all is as before.
-
-        Raises:
-            ValueError: `layer` lies before what is kept, or there is no such block.
-        """
+        """Keep what enters block `layer` from now on, of the host as it is now. Interrupted, all is as before. Raises
+        ValueError: `layer` lies before what is kept, or there is no such block."""
         last = len(self.host.model.blocks) - 1
         if not self.layer <= layer <= last:
             raise ValueError(

@@ -23,15 +23,9 @@ _ROWS, _POSITIONS = 4, 256  # that are looked at
 
 
 def text_for(model: Any, tokens: Any, *, exclude: Any = None, attention_mask: Any = None) -> TokenStream:
-    """Tokens of any form for a call that sums over those that count.
-
-    Args:
-        exclude, attention_mask: see `swd_lens.tasks.streams.as_stream`.
-
-    Raises:
-        TokenError: see `as_stream`; a mask for a host that attends both ways, which sees padding wherever it is; or nothing
-            is left that counts.
-    """
+    """Tokens of any form for a call that sums over those that count. exclude, attention_mask: see
+    `swd_lens.tasks.streams.as_stream`. Raises TokenError: see `as_stream`; a mask for a host that attends both ways, which
+    sees padding wherever it is; or nothing is left that counts."""
     stream = as_stream(tokens, model, exclude=exclude, attention_mask=attention_mask)
     if stream.counting.lengths is not None and not facts_of(model).causal:
         raise TokenError(
@@ -44,11 +38,8 @@ def text_for(model: Any, tokens: Any, *, exclude: Any = None, attention_mask: An
 
 
 def warn_without_bos(model: Any, stream: TokenStream, what: str) -> None:
-    """Warn where the first rows do not begin with the BOS that this host's text begins with.
-
-    Args:
-        what: the call's word for these tokens ("calibration tokens").
-    """
+    """Warn where the first rows do not begin with the BOS that this host's text begins with. what: the call's word for these
+    tokens ("calibration tokens")."""
     if not begins_with_bos(model):
         return
     rows = next(iter(stream.batches(_ROWS)))

@@ -11,14 +11,9 @@ from swd_lens.hosts.host import Host
 
 @contextmanager
 def frozen(host: Host, reason: str) -> Iterator[Undo]:
-    """A host whose parameters ask for no gradients and whose weights are not rewritten; afterwards it is what it was.
-
-    Args:
-        reason: ends the message of a refused rewriting: "fold_layer_norm was called ...".
-
-    Yields:
-        Undo: for what else is changed about the host.
-    """
+    """A host whose parameters ask for no gradients and whose weights are not rewritten; afterwards it is what it was. reason:
+    ends the message of a refused rewriting: "fold_layer_norm was called ...". Yields: Undo: for what else is changed about the
+    host."""
     # Flags of inference tensors cannot be set back, and no gradient comes to them anyway.
     asking = [p for p in host.model.parameters() if p.requires_grad and not p.is_inference()]
     with Undo() as undo:

@@ -121,11 +121,7 @@ def weighted_values(
     scale: float,
     mask: Float[Tensor, "batch _head pos key_pos"] | None,
 ) -> Float[Tensor, "batch head pos d_head"]:
-    """softmax(q k^T * scale, masked) v.
-
-    Args:
-        mask: added to scores; None: causal. A single position then sees all keys.
-    """
+    """softmax(q k^T * scale, masked) v. mask: added to scores; None: causal. A single position then sees all keys."""
     grouped = k.shape[1] != q.shape[1]
     causal = mask is None and q.shape[2] > 1
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)

@@ -62,10 +62,7 @@ def made_folder(place: str, what: str, source: Mapping[str, Any], make: Callable
 @contextmanager
 def refused_as(message: str) -> Iterator[None]:
     """While open, whatever a library raises on a file that it cannot use becomes a ValueError; a lack of memory does not.
-
-    Args:
-        message: begins the error; the library's own words end it.
-    """
+    message: begins the error; the library's own words end it."""
     try:
         yield
     except Exception as cause:

@@ -148,11 +148,8 @@ def recording(
     hooks: Iterable[str] = (),
     keep: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Recording]:
-    """While open, keep what forwards of the host show; see `record` for the arguments.
-
-    Raises:
-        UnsupportedHostError: at the end, where a site that was asked for was never shown.
-    """
+    """While open, keep what forwards of the host show; see `record` for the arguments. Raises UnsupportedHostError: at the
+    end, where a site that was asked for was never shown."""
     inputs, outputs, units = list(inputs), list(outputs), list(units)
     seen = Recording()
 
@@ -180,14 +177,8 @@ def recording(
 
 
 def require_seen(sites: Iterable[Site], seen: Container[str], what: str) -> None:
-    """Require that every site's name is among those seen.
-
-    Args:
-        what: what should have been seen there ("input", "output", "units").
-
-    Raises:
-        UnsupportedHostError: some were not; all of them are named.
-    """
+    """Require that every site's name is among those seen. what: what should have been seen there ("input", "output", "units").
+    Raises UnsupportedHostError: some were not; all of them are named."""
     silent = [site.name for site in sites if site.name not in seen]
     if silent:
         raise UnsupportedHostError(
@@ -197,14 +188,8 @@ def require_seen(sites: Iterable[Site], seen: Container[str], what: str) -> None
 
 
 def require_one_per_token(sites: Sequence[Site], vectors: Mapping[str, int], n_tokens: int) -> None:
-    """Require that every site read one vector per token.
-
-    Args:
-        vectors: site name -> how many it read.
-
-    Raises:
-        UnsupportedHostError: a site was silent (all of them are named), or read another number.
-    """
+    """Require that every site read one vector per token. vectors: site name -> how many it read. Raises UnsupportedHostError:
+    a site was silent (all of them are named), or read another number."""
     require_seen(sites, vectors, "input")
     for site in sites:
         if vectors[site.name] != n_tokens:

@@ -180,11 +180,7 @@ def hook_name(site_name: str) -> str:
 
 
 def split_name(site_name: str) -> tuple[int, str]:
-    """blocks.8.mlp_out -> (8, "mlp_out").
-
-    Raises:
-        UnknownSiteError: the name is not of the form blocks.{layer}.{kind}.
-    """
+    """blocks.8.mlp_out -> (8, "mlp_out"). Raises UnknownSiteError: the name is not of the form blocks.{layer}.{kind}."""
     match = _NAME.match(site_name)
     if match is None or not is_site_name(site_name):
         raise UnknownSiteError(f"{quoted(site_name)} is not a site name; sites are called blocks.{{layer}}.{{{'|'.join(KINDS)}}}")

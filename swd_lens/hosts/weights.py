@@ -63,11 +63,7 @@ class Stored:
 
 
 def stored_matrix(host: Host, site: Site) -> Stored:
-    """Where a host keeps the matrix of an mlp_out or attn_o site.
-
-    Raises:
-        UnsupportedHostError: another kind of site.
-    """
+    """Where a host keeps the matrix of an mlp_out or attn_o site. Raises UnsupportedHostError: another kind of site."""
     if site.kind not in RESIDUAL_MATRICES:
         raise UnsupportedHostError(
             f"{site.name} is not kept as one matrix to write to; {', '.join(reversed(RESIDUAL_MATRICES))} are"

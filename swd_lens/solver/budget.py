@@ -76,11 +76,7 @@ def plan_shares(d_in: int, d_out: int, sparsity: float | int, units: int, spec: 
 
 
 def plan_pruned(d_in: int, d_out: int, sparsity: float | int) -> int:
-    """K of a matrix that is pruned, or whose singular vectors are.
-
-    Raises:
-        BudgetError: below 2, which no unit can live on.
-    """
+    """K of a matrix that is pruned, or whose singular vectors are. Raises BudgetError: below 2, which no unit can live on."""
     _require_edges_for(1, d_in, d_out, sparsity)
     return edges(d_in, d_out, sparsity)
 

@@ -216,11 +216,8 @@ def _solve(
 
 
 def _inverse(normal: Float[Tensor, "unit unit"], rho: float, spec: DsfSpec) -> Float[Tensor, "unit unit"]:
-    """(N + rho I)^-1, by LU (the reference's bits) or Cholesky.
-
-    Raises:
-        WeightError: N is zero (rho may be tiny): the support of the other factor is empty.
-    """
+    """(N + rho I)^-1, by LU (the reference's bits) or Cholesky. Raises WeightError: N is zero (rho may be tiny): the support
+    of the other factor is empty."""
     shifted = normal.clone()
     shifted.diagonal().add_(rho)
     if spec.arithmetic != "reference":

@@ -39,11 +39,7 @@ class Metric:
 
     @classmethod
     def of(cls, gram: Float[Tensor, "d_in d_in"] | None, weight: Float[Tensor, "d_in d_out"], shrinkage: float | int) -> "Metric":
-        """The metric of a validated Gram; None means G = I.
-
-        Raises:
-            GramError: G is not positive semi-definite.
-        """
+        """The metric of a validated Gram; None means G = I. Raises GramError: G is not positive semi-definite."""
         if gram is None:
             return cls(None, weight.new_ones(weight.shape[0], 1))
         matrix, scale = correlations(gram)
@@ -65,11 +61,8 @@ class Metric:
     def scaled(
         cls, weight: Float[Tensor, "d_in d_out"], gram: Float[Tensor, "d_in d_in"] | None, shrinkage: float | int
     ) -> tuple["Metric", Float[Tensor, "d_in d_out"], float]:
-        """The metric, the target in its coordinates, and the power of two that was taken out of the weight.
-
-        Raises:
-            GramError: G is not positive semi-definite.
-        """
+        """The metric, the target in its coordinates, and the power of two that was taken out of the weight. Raises GramError:
+        G is not positive semi-definite."""
         scale = power_of_two(weight)
         metric = cls.of(None if gram is None else gram / power_of_two(gram.diagonal()), weight, shrinkage)
         return metric, (weight / scale).mul_(metric.scale), scale

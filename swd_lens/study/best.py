@@ -362,11 +362,8 @@ class _Search:
     # ------------------------------------------------------------------ rounds
 
     def cheapest(self, alive: list[_Candidate]) -> _Candidate:
-        """Find the candidate whose circuit has the fewest edges on all validation prompts.
-
-        Raises:
-            ValueError: none recovers enough.
-        """
+        """Find the candidate whose circuit has the fewest edges on all validation prompts. Raises ValueError: none recovers
+        enough."""
         for share in SHARES:
             if share > SHARES[0] and time.monotonic() > self.began + _CHOOSE * 60 * self.minutes:
                 share, alive = 1.0, [*alive[:1], *(c for c in alive[1:] if c.path is None)][:2]

@@ -38,11 +38,8 @@ _OF_SWD = {"preset", "units"} | {each.name for spec in PRESETS.values() for each
 
 
 def sizes_of(sparsities: Iterable[float | int], kl: float | None, ce: float | None) -> tuple[float | Goal, ...]:
-    """List how large a study's factors are: of each sparsity, and as small as a goal allows.
-
-    Raises:
-        ValueError: a goal that is not above 0.
-    """
+    """List how large a study's factors are: of each sparsity, and as small as a goal allows. Raises ValueError: a goal that is
+    not above 0."""
     return (*map(float, sparsities), *([] if kl is None and ce is None else [Goal(kl, ce)]))
 
 
@@ -118,11 +115,7 @@ def controls_of(asked: Sequence[str] | None, sizes: Sequence[float | Goal], opti
 def solved_controls(
     controls: Sequence[str], sizes: Sequence[float | Goal], options: Mapping[str, Any]
 ) -> dict[str, SolvedMethod]:
-    """Method -> how it is made, of the controls that the solver makes.
-
-    Args:
-        options: of `factorize` for SWD.
-    """
+    """Method -> how it is made, of the controls that the solver makes. options: of `factorize` for SWD."""
     return {
         f"{name} {_label(size)}": SolvedMethod(size, control_options(control, options), control)
         for control, name in SOLVED.items()

@@ -233,11 +233,7 @@ def generate(
 
 
 def prompt_rows(model: Any, prompts: Any, prepend_bos: bool | None = None) -> tuple[list[tuple[int, ...]], bool | None]:
-    """Token ids of each prompt, and whether strings among them got a BOS.
-
-    Raises:
-        TokenError: see `generate`.
-    """
+    """Token ids of each prompt, and whether strings among them got a BOS. Raises TokenError: see `generate`."""
     read = Prompt.several(model, prompts, "generate", prepend_bos=prepend_bos)
     if not read:
         raise TokenError("there are no prompts to continue; give at least one")

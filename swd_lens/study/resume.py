@@ -88,11 +88,8 @@ def _identity(model: Any, units: Any) -> str:
 
 
 def require_own(folder: Path) -> None:
-    """Refuse a folder that holds a run without its parts: nobody can go on with that, or knows how it was made.
-
-    Raises:
-        ResumeError: it holds one.
-    """
+    """Refuse a folder that holds a run without its parts: nobody can go on with that, or knows how it was made. Raises
+    ResumeError: it holds one."""
     if (folder / NAME).exists() and not (folder / FOLDER / CALL).exists():
         changed = f"{NAME} of a run without its parts"
         raise ResumeError(

@@ -134,11 +134,8 @@ class Replacement:
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> "Replacement":
-        """Read the replacement in a row of "fidelity"; of sparse factors with a record until `with_factors` reads them.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is something else.
-        """
+        """Read the replacement in a row of "fidelity"; of sparse factors with a record until `with_factors` reads them. Raises
+        KeyError, TypeError, ValueError: it is something else."""
         row = checked("Replacement", row, _ROW)
         one_of("role", row["role"], ROLES)
         measured, exact = Fidelity.from_dict(row), "factors" in row
@@ -192,15 +189,9 @@ def holds(folder: Path, factors: FactorSet) -> bool:
 
 
 def with_factors(folder: Path, replacements: Sequence[Replacement], hashes: Mapping[str, str]) -> list[Replacement]:
-    """Complete the replacements of a run.json with the sparse factors that lie beside it, memory-mapped.
-
-    Args:
-        hashes: of indexes, as `indexes_of` gave them; a folder that is not among them is taken as it is.
-
-    Raises:
-        FileNotFoundError: a folder of factors is missing.
-        ValueError: it holds other factors.
-    """
+    """Complete the replacements of a run.json with the sparse factors that lie beside it, memory-mapped. hashes: of indexes,
+    as `indexes_of` gave them; a folder that is not among them is taken as it is. Raises FileNotFoundError: a folder of factors
+    is missing; ValueError: it holds other factors."""
     # The folders are never what the file says: a name that leads elsewhere would be followed.
     return [
         r if r.exact else replace(r, factors=_factors(folder, name, r, hashes))
@@ -233,12 +224,8 @@ def _factors(folder: Path, name: str, replacement: Replacement, hashes: Mapping[
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Read the values of a folder's run.json.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: no JSON, not a run's, of a later format, or not what was written.
-    """
+    """Read the values of a folder's run.json. Raises FileNotFoundError: there is none; ValueError: no JSON, not a run's, of a
+    later format, or not what was written."""
     path = folder / NAME
     if not path.is_file():
         raise FileNotFoundError(
@@ -268,11 +255,8 @@ def comparison_to_dict(comparison: Comparison) -> dict[str, Any]:
 
 
 def comparisons_of(values: Mapping[str, Any]) -> dict[str, Comparison]:
-    """Read surface -> comparison, from the curves of all surfaces.
-
-    Raises:
-        KeyError, TypeError, ValueError: the values are something else.
-    """
+    """Read surface -> comparison, from the curves of all surfaces. Raises KeyError, TypeError, ValueError: the values are
+    something else."""
     curves: dict[str, list[Mapping[str, Any]]] = {}
     for row in values["circuits"]:
         curves.setdefault(checked("CostCurve", row, {"surface": str})["surface"], []).append(row)

@@ -259,7 +259,7 @@ def sweep(
             weight = host.weight(site).double().cpu()
             error += float((weight - factors[site.name].product().double().cpu()).square().sum())
             norm += float(weight.square().sum())
-        sizes[name] = factors.edges, factors.n_units, ((error / norm) ** 0.5)
+        sizes[name] = factors.edges, factors.n_units, (error / norm) ** 0.5
         return factors
 
     names = {f"{'zero-data' if without else 'calibrated'} s={s:g}": (s, without) for s, without in settings}
@@ -284,11 +284,8 @@ def sweep(
 
 
 def _points(sparsities: Any, zero_data: Any, tokens: Any) -> list[tuple[float, bool]]:
-    """Sparsity, and whether without calibration, of every point.
-
-    Raises:
-        ValueError: none, one twice, or calibration without tokens.
-    """
+    """Sparsity, and whether without calibration, of every point. Raises ValueError: none, one twice, or calibration without
+    tokens."""
     given = {"sparsities": _listed(sparsities), "zero_data": _listed(zero_data)}
     for name, values in given.items():
         if not values or len(set(values)) < len(values):

@@ -63,11 +63,8 @@ def screened_outputs(model: Any, task: Task, aligned: Aligned, *, progress: bool
 
 
 def needed_sites(model: Any, screened: Screen) -> NeededSites:
-    """The sites that a graph of a task should have.
-
-    Raises:
-        ValueError: the host does not do the task on these prompts: its mean margin is not positive.
-    """
+    """The sites that a graph of a task should have. Raises ValueError: the host does not do the task on these prompts: its
+    mean margin is not positive."""
     (task,) = screened.tasks.values()
     if task.margin <= 0:
         raise ValueError(

@@ -99,11 +99,7 @@ class TaskUnit(UnitCard):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TaskUnit":
-        """Read what `as_dict` gave, back from JSON.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is something else.
-        """
+        """Read what `as_dict` gave, back from JSON. Raises KeyError, TypeError, ValueError: it is something else."""
         rest = checked("TaskUnit", values, _CARD)
         parse_unit(rest["unit"])
         task, score, logits = rest.pop("task"), rest.pop("score"), rest.pop("logits")

@@ -74,11 +74,7 @@ class Cautions:
         return len(alone) == 1 and len(spaced) == 1 and alone != spaced
 
     def warn(self, what: str) -> None:
-        """Warn once for each kind that was found.
-
-        Args:
-            what: whose prompts, for the messages.
-        """
+        """Warn once for each kind that was found. what: whose prompts, for the messages."""
         warn_of_second_bos(self.tokenizer.tokenizer, what, list(self.with_bos))
         messages = []
         if self.with_space:

@@ -65,14 +65,8 @@ def predicted(counted: Bool[Tensor, "rows pos"] | None) -> Bool[Tensor, "rows pr
 
 
 def excluded(exclude: Any, model: Any) -> Counting:
-    """The choice of positions that `exclude` asks for.
-
-    Args:
-        exclude: None, "special", or ids of this host.
-
-    Raises:
-        TokenError: another word, no ids, ids outside the vocabulary, or "special" of a host without a tokenizer.
-    """
+    """The choice of positions that `exclude` asks for. exclude: None, "special", or ids of this host. Raises TokenError:
+    another word, no ids, ids outside the vocabulary, or "special" of a host without a tokenizer."""
     if exclude is None:
         return Counting()
     if isinstance(exclude, str):

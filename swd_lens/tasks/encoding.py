@@ -134,11 +134,7 @@ class UnknownWords:
         return [text[start:end].strip() or text[start:end] for token, (start, end) in spans if token == unknown]
 
     def warn(self, what: str) -> None:
-        """Warn once, naming the words, if there are any.
-
-        Args:
-            what: whose text it is, for the message.
-        """
+        """Warn once, naming the words, if there are any. what: whose text it is, for the message."""
         if self.words:
             named = ", ".join(map(repr, list(self.words)[:_NAMED]))
             more = f" and {len(self.words) - _NAMED} more" if len(self.words) > _NAMED else ""

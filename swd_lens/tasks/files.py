@@ -27,11 +27,8 @@ AUTO_CIRCUIT, EDGE_PRUNING, JSON_LINES = "auto-circuit JSON", "Edge-Pruning fold
 
 
 def find_format(path: Path) -> str:
-    """AUTO_CIRCUIT, EDGE_PRUNING or JSON_LINES.
-
-    Raises:
-        TaskError: a folder that is no DatasetDict (those inside it are named), or an empty file.
-    """
+    """AUTO_CIRCUIT, EDGE_PRUNING or JSON_LINES. Raises TaskError: a folder that is no DatasetDict (those inside it are named),
+    or an empty file."""
     if path.is_dir():
         if (path / "dataset_dict.json").is_file():
             return EDGE_PRUNING
@@ -57,11 +54,8 @@ def find_format(path: Path) -> str:
 
 
 def read_auto_circuit(path: Path) -> list[TaskExample]:
-    """The prompts of an auto-circuit JSON file, in its order, duplicates included.
-
-    Raises:
-        TaskError: not JSON, no "prompts" list, or a prompt without the needed fields (its number is named).
-    """
+    """The prompts of an auto-circuit JSON file, in its order, duplicates included. Raises TaskError: not JSON, no "prompts"
+    list, or a prompt without the needed fields (its number is named)."""
     try:
         prompts = json.loads(path.read_text(encoding="utf-8-sig"))["prompts"]
     except (ValueError, RecursionError, KeyError, TypeError) as cause:
@@ -248,11 +242,7 @@ def _splits(path: Path, task: str, has: list[str], asked: Sequence[str] | None) 
 
 
 def task_of_fields(fields: list[str], where: str) -> str:
-    """Which of Edge-Pruning's tasks a row with these fields belongs to.
-
-    Raises:
-        TaskError: none of them.
-    """
+    """Which of Edge-Pruning's tasks a row with these fields belongs to. Raises TaskError: none of them."""
     for task, needed in FIELDS.items():
         if set(needed) <= set(fields):
             return task
@@ -261,12 +251,8 @@ def task_of_fields(fields: list[str], where: str) -> str:
 
 
 def row_example(task: str, row: Mapping[str, Any], where: str, inclusive: bool = False) -> TaskExample:
-    """One row as an example.
-
-    Raises:
-        TaskError: a value that the task does not allow; `where` and the value are named.
-        Unusable: a row that is in order but cannot be scored.
-    """
+    """One row as an example. Raises TaskError: a value that the task does not allow; `where` and the value are named;
+    Unusable: a row that is in order but cannot be scored."""
     if inclusive and task != "greater_than":
         raise TaskError(f"inclusive=True is about greater-than's start year, but {where} is of {task}")
     for field in FIELDS[task]:

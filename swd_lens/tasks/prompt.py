@@ -91,11 +91,7 @@ class Prompt:
         return read
 
     def row(self, model: Any) -> Int[Tensor, " pos"]:
-        """The ids, for a host that can run them.
-
-        Raises:
-            TokenError: there are none, or more than the host's context holds.
-        """
+        """The ids, for a host that can run them. Raises TokenError: there are none, or more than the host's context holds."""
         return as_rows(list(self.ids), model)[0]
 
 

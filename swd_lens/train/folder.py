@@ -121,11 +121,8 @@ class TrainingFolder:
     # ------------------------------------------------------------------ what is there
 
     def check(self) -> bool:
-        """Whether this very run is finished there; what it wrote at the end is as it was.
-
-        Raises:
-            ResumeError: it holds another run, something else, or other files than were written.
-        """
+        """Whether this very run is finished there; what it wrote at the end is as it was. Raises ResumeError: it holds another
+        run, something else, or other files than were written."""
         run = self._run.read()
         if run is None:
             names = {part for file in self.result for part in (Path(file).parts[0], Path(file).name)}
@@ -140,21 +137,14 @@ class TrainingFolder:
             return bool(run["finished"])
 
     def outcome(self) -> dict[str, Any]:
-        """The result as `end` was given it.
-
-        Raises:
-            ResumeError: the run does not say.
-        """
+        """The result as `end` was given it. Raises ResumeError: the run does not say."""
         run = read_sealed(self._run.path, _WHAT, ResumeError)
         with readable(self._run.path, _WHAT, ResumeError):
             return dict(run["result"])
 
     def checkpoint(self) -> Checkpoint | None:
-        """The state that an interrupted run resumes from; None where it begins.
-
-        Raises:
-            ResumeError: the checkpoint, or the log up to it, is not what was written.
-        """
+        """The state that an interrupted run resumes from; None where it begins. Raises ResumeError: the checkpoint, or the log
+        up to it, is not what was written."""
         path = self.path / CHECKPOINT
         if not path.is_file():
             return None
@@ -196,22 +186,14 @@ class TrainingFolder:
         write_text(self.path / LOG, text.decode())
 
     def log(self, entry: Mapping[str, Any]) -> None:
-        """Add a line to the log.
-
-        Raises:
-            OSError: the disk is full; what was written before is kept.
-        """
+        """Add a line to the log. Raises OSError: the disk is full; what was written before is kept."""
         text = _text([entry])
         self._log_digest.update(text)
         with naming(self.path / LOG), open(self.path / LOG, "ab") as file:
             file.write(text)
 
     def save(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Replace the checkpoint; state must hold "step".
-
-        Raises:
-            OSError: the disk is full; the checkpoint before is kept.
-        """
+        """Replace the checkpoint; state must hold "step". Raises OSError: the disk is full; the checkpoint before is kept."""
         with open(self.path / LOG, "ab") as file:
             os.fsync(file.fileno())  # no checkpoint is on the disk without its log
         values = {**state, "log": self._log_digest.hexdigest()}
@@ -225,11 +207,8 @@ class TrainingFolder:
 
 
 def require_possible(out: str | Path | None) -> None:
-    """Refuse, before any work, a folder that cannot be written. One that holds a run may be finished, and read-only.
-
-    Raises:
-        OSError: it is a file, lies below one, or cannot be written.
-    """
+    """Refuse, before any work, a folder that cannot be written. One that holds a run may be finished, and read-only. Raises
+    OSError: it is a file, lies below one, or cannot be written."""
     if out is not None and not (Path(out) / RUN).is_file():
         require_writable(out)
 

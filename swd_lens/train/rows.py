@@ -90,13 +90,7 @@ Rows = Shuffled | Streamed
 
 def rows_of(tokens: Any, model: Any, streamed: tuple[type, ...] = (TokenStream, np.memmap, Iterator)) -> Rows:
     """Training or held-out text from whatever a user gave: rows in memory are shuffled by the seed, streams keep their order.
-
-    Args:
-        streamed: the types that are read as streams.
-
-    Raises:
-        TokenError: see `swd_lens.tasks.streams.as_stream`.
-    """
+    streamed: the types that are read as streams. Raises TokenError: see `swd_lens.tasks.streams.as_stream`."""
     if isinstance(tokens, streamed):
         return Streamed(as_stream(tokens, model))
     return Shuffled(as_rows(tokens, model))

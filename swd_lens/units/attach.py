@@ -324,11 +324,8 @@ def probe_at(
 
 
 def check_probe(units: UnitSet) -> None:
-    """Run the probe of a set that has just been attached as a whole, to a host without dropout, hooks or other units.
-
-    Raises:
-        AttachError: a site does not give the stored z or y, or the stored tokens cannot be run by this host.
-    """
+    """Run the probe of a set that has just been attached as a whole, to a host without dropout, hooks or other units. Raises
+    AttachError: a site does not give the stored z or y, or the stored tokens cannot be run by this host."""
     host, cfg = units.host, units.host.model.cfg
     if "probe_tokens" not in units.provenance or set(units) != set(units.provenance.get("probe_sites", ())):
         return

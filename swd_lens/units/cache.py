@@ -178,11 +178,8 @@ def _with_offsets(
 
 
 def cover_helpers(model: Any, projections: Mapping[str, Projection], register: Register) -> None:
-    """Have the host's helpers know these projections, by site name, until the undo.
-
-    Args:
-        register: is given the undo before anything is done; the undo may be called more than once.
-    """
+    """Have the host's helpers know these projections, by site name, until the undo. register: is given the undo before
+    anything is done; the undo may be called more than once."""
 
     def undo() -> None:
         shadow = own_method(model, "run_with_cache")

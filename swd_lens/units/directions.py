@@ -114,11 +114,8 @@ def direction_of(direction: Any, model: Any = None, tokens_as: str = "unembeddin
 
 
 def _token_id(model: Any, token: str | int) -> int:
-    """The id of a token that was given as text or id.
-
-    Raises:
-        UnitSourceError: an id outside the vocabulary, a text that is not one token, or a text for a host without a tokenizer.
-    """
+    """The id of a token that was given as text or id. Raises UnitSourceError: an id outside the vocabulary, a text that is not
+    one token, or a text for a host without a tokenizer."""
     if isinstance(token, int):
         reason = f"id {token} is outside 0 to {int(model.cfg.d_vocab) - 1}"
         if 0 <= token < int(model.cfg.d_vocab):

@@ -90,12 +90,8 @@ class Probe:
         offsets: Offsets | None = None,
         k: int = 4,
     ) -> "Probe":
-        """The probe of input h on the k units and the k outputs (all of them, if there are fewer) that it moves most; ties go to
-        the first.
-
-        Raises:
-            ValueError: k is less than 1, or h gives a z or y that is not finite.
-        """
+        """The probe of input h on the k units and the k outputs (all of them, if there are fewer) that it moves most; ties go
+        to the first. Raises ValueError: k is less than 1, or h gives a z or y that is not finite."""
         if k < 1:
             raise ValueError(f"a probe looks at k={k} units; give 1 or more")
         h = h.detach().to("cpu", torch.float32)
@@ -141,11 +137,8 @@ class Probe:
 
 
 def _relative(computed: Float[Tensor, " k"], expected: Float[Tensor, " k"], size: float | None = None) -> float:
-    """max |computed - expected| / size; infinite where something differs from a size of 0, or is not a number.
-
-    Args:
-        size: what differences are relative to; None = max |expected|.
-    """
+    """max |computed - expected| / size; infinite where something differs from a size of 0, or is not a number. size: what
+    differences are relative to; None = max |expected|."""
     difference = float((computed.double() - expected.double()).abs().max())
     size = float(expected.abs().max()) if size is None else size
     if difference != difference or size == 0.0:
@@ -223,11 +216,8 @@ def to_tensors(origin: Origin | None, offsets: Offsets | None, probe: Probe | No
 
 
 def from_tensors(named: Mapping[str, Tensor], d_in: int, units: int, d_out: int) -> dict[str, Any]:
-    """{"origin": Origin, "offsets": Offsets, "probe": Probe}, those that `to_tensors` named, for factors of this size.
-
-    Raises:
-        ValueError: a tensor is missing or unknown, of another length than the factors ask for, or not finite.
-    """
+    """{"origin": Origin, "offsets": Offsets, "probe": Probe}, those that `to_tensors` named, for factors of this size. Raises
+    ValueError: a tensor is missing or unknown, of another length than the factors ask for, or not finite."""
     known = {f"{part}.{field.name}" for part, kind in _PARTS.items() for field in fields(kind)}
     if unknown := sorted(set(named) - known):
         raise ValueError(f"{legible(', '.join(unknown))} is nothing that this swd_lens knows")

@@ -30,14 +30,8 @@ def names_one(key: Any) -> bool:
 
 
 def sites_of_key(key: Any, available: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Names of a set's sites that a key means, in execution order.
-
-    Args:
-        available: name -> (d_in, d_out) of the sites that the set holds.
-
-    Raises:
-        KeyError: none of them; the message has the nearest names.
-    """
+    """Names of a set's sites that a key means, in execution order. available: name -> (d_in, d_out) of the sites that the set
+    holds. Raises KeyError: none of them; the message has the nearest names."""
     if isinstance(key, str) and key in available:
         return [key]
     sites = [Site(*split_name(name), *shape) for name, shape in available.items() if is_site_name(name)]
@@ -124,11 +118,7 @@ def read_units(given: Any, sites: Collection[str] = ()) -> list[tuple[str, int]]
 
 
 def single_units(given: Any) -> list[Any]:
-    """Split what was given for units into single units.
-
-    Raises:
-        ValueError: nothing that could be a unit or several.
-    """
+    """Split what was given for units into single units. Raises ValueError: nothing that could be a unit or several."""
     if isinstance(given, pd.DataFrame):
         return given.to_dict("records")
     single = isinstance(given, str | Site) or _is_row(given) or _is_whole(given) or _is_unit_pair(given)

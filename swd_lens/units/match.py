@@ -116,11 +116,8 @@ def same_input(host: Host, site: Site, origin: Origin | None) -> bool:
 
 
 def check_units(host: Host, site: Site, f: Units) -> None:
-    """Refuse units of another size than the host's matrix, or that were made from another W than it has now.
-
-    Raises:
-        AttachError: see the module's docstring.
-    """
+    """Refuse units of another size than the host's matrix, or that were made from another W than it has now. Raises
+    AttachError: see the module's docstring."""
     if (f.d_in, f.d_out) != (site.d_in, site.d_out):
         raise AttachError(
             f"factors for {site.name} are ({f.d_in}, {f.d_out}), the host's matrix is ({site.d_in}, {site.d_out}): they "
@@ -130,11 +127,7 @@ def check_units(host: Host, site: Site, f: Units) -> None:
 
 
 def check_weights(host: Host, site: Site, f: Units) -> None:
-    """Refuse units that were made from another W than the host has now.
-
-    Raises:
-        AttachError: see the module's docstring.
-    """
+    """Refuse units that were made from another W than the host has now. Raises AttachError: see the module's docstring."""
     if any(key.startswith("needs_") for key in f.provenance):
         _check_needs(host, site, f.provenance)
     if not same_weights(host, site, f.provenance) or not same_input(host, site, getattr(f, "origin", None)):
@@ -213,11 +206,8 @@ def origin_of(host: Host, site: Site, weight: Float[Tensor, "d_in d_out"]) -> Or
 
 
 def transported(host: Host, site: Site, f: Any) -> Any:
-    """Factors (factors.py) of one site, moved to the matrix that the host has now.
-
-    Raises:
-        AttachError: they do not lead to this host's matrix, carry no origin, or were changed in place.
-    """
+    """Factors (factors.py) of one site, moved to the matrix that the host has now. Raises AttachError: they do not lead to
+    this host's matrix, carry no origin, or were changed in place."""
     f.require_unedited(site.name)
     weight, origin = host.weight(site), f.origin
     provenance = {**f.provenance, **described(host, site), "transported_from": f.provenance.get("processing")}

@@ -79,10 +79,7 @@ def unit_similarity(
 
 def match_units(units: Factors, others: Factors, gram: Float[Tensor, "d_in d_in"] | None = None) -> UnitMatch:
     """Pair the units of two factorizations one to one, as alike as can be in all; see `unit_similarity` for the arguments.
-
-    Raises:
-        AttachError: matrices of two shapes.
-    """
+    Raises AttachError: matrices of two shapes."""
     similarity = unit_similarity(units, others, gram)
     own, theirs = (torch.from_numpy(of) for of in linear_sum_assignment(-similarity.numpy()))
     partner = torch.full((units.n_units,), -1, dtype=torch.int64)

@@ -187,11 +187,8 @@ def identities(units: Mapping[str, Units]) -> dict[str, str]:
 
 
 def require_made_for(units: Mapping[str, Units], settings: Mapping[str, Any], what: str) -> None:
-    """Do nothing if `what`, with these settings (of scores, say), was made for exactly these units.
-
-    Raises:
-        ValueError: other sites, other numbers of units, or the same numbers but other factors.
-    """
+    """Do nothing if `what`, with these settings (of scores, say), was made for exactly these units. Raises ValueError: other
+    sites, other numbers of units, or the same numbers but other factors."""
     made_for, sizes = dict(settings.get("units", {})), {site: of_site.n_units for site, of_site in units.items()}
     if made_for and made_for != sizes:
         raise ValueError(
@@ -221,11 +218,8 @@ def _identity(units: Units) -> str:
 
 
 def sources_by_site(given: Any) -> dict[str, Any]:
-    """A dict site name -> unit source, whatever way they were given.
-
-    Raises:
-        AttachError: nothing at all, or a single source that does not know its site.
-    """
+    """A dict site name -> unit source, whatever way they were given. Raises AttachError: nothing at all, or a single source
+    that does not know its site."""
     if not isinstance(given, Mapping):
         known = from_saelens(given) if is_saelens(given) else {}
         site = next(iter(known), None) or getattr(given, "provenance", {}).get("site")

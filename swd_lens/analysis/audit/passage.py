@@ -54,14 +54,8 @@ def beginning_of(stream: TokenStream) -> tuple[Int[Tensor, "rows pos"], Bool[Ten
 def passages(
     host: Host, sites: Iterable[Site], rows: Int[Tensor, "rows pos"], counted: Bool[Tensor, "rows pos"] | None
 ) -> dict[str, Passage]:
-    """Site -> its passage, of those that write to the residual stream; the rows run once, without their logits.
-
-    Args:
-        counted: positions that scales are averaged over; None: all.
-
-    Raises:
-        UnsupportedHostError: the host has no next-token logits.
-    """
+    """Site -> its passage, of those that write to the residual stream; the rows run once, without their logits. counted:
+    positions that scales are averaged over; None: all. Raises UnsupportedHostError: the host has no next-token logits."""
     final_weight, _ = host.readout()
     writing = [site for site in sites if site.kind in WRITES_RESIDUAL]
     behind = {site: norm for site in writing if (norm := host.norm_behind(site)) is not None}

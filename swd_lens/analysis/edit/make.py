@@ -209,12 +209,8 @@ def _changed(factors: FactorSet, name: str, index: int, delta: Delta) -> FactorS
 
 
 def factor_set(factors: Any) -> FactorSet:
-    """Factors of any form as a set.
-
-    Raises:
-        EditError: something else than Factors at a site (a transcoder has no read vector of a unit of W).
-        AttachError: one Factors that does not know its site, or none at all.
-    """
+    """Factors of any form as a set. Raises EditError: something else than Factors at a site (a transcoder has no read vector
+    of a unit of W); AttachError: one Factors that does not know its site, or none at all."""
     if isinstance(factors, FactorSet):
         return factors
     sources = sources_by_site(factors)
@@ -225,13 +221,9 @@ def factor_set(factors: Any) -> FactorSet:
 
 
 def unit_of(host: Host, factors: Mapping[str, Factors], unit: Any) -> tuple[Site, int]:
-    """A unit's site and index.
-
-    Raises:
-        ValueError: (EditError) a site of which there are no factors, no such unit, an invalid unit, or a site that does not
-            write to the residual stream; or not a unit's name.
-        AttachError: units are attached at the site, or the factors are not this host's.
-    """
+    """A unit's site and index. Raises ValueError: (EditError) a site of which there are no factors, no such unit, an invalid
+    unit, or a site that does not write to the residual stream; or not a unit's name; AttachError: units are attached at the
+    site, or the factors are not this host's."""
     name, index = read_unit(unit, factors)
     require_editable(name)
     _require_unit(name, index, factors)

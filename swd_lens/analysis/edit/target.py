@@ -75,22 +75,14 @@ class Target:
 
     @classmethod
     def of_described(cls, site: str, values: Mapping[str, Any], input: Tensor, direction: Tensor) -> "Target":
-        """Make a target of what was `described`, with h* and d.
-
-        Raises:
-            KeyError, TypeError: a value is missing, or unknown.
-        """
+        """Make a target of what was `described`, with h* and d. Raises KeyError, TypeError: a value is missing, or unknown."""
         known = {**values, "direction_is": values["direction"], "tokens": torch.tensor(values["tokens"])}
         return cls(**known | {"site": site, "input": input, "direction": direction})
 
 
 def read_prompt(model: Any, given: Any, prepend_bos: bool | None = None) -> Prompt:
-    """One prompt with something to score, from a text or (pos,) token ids.
-
-    Raises:
-        EditError: several rows of ids, nothing to score, or more tokens than the context holds.
-        TokenError: see `Prompt.of`.
-    """
+    """One prompt with something to score, from a text or (pos,) token ids. Raises EditError: several rows of ids, nothing to
+    score, or more tokens than the context holds; TokenError: see `Prompt.of`."""
     prompt = Prompt.of(model, given, "edit", prepend_bos=prepend_bos)
     if prompt.n_rows != 1:
         raise EditError(f"a prompt is one row of token ids, got {prompt.n_rows} rows; give them one by one")
@@ -110,11 +102,7 @@ def ending(text: str, n: int) -> str:
 
 
 def _word(model: Any, given: str | int, role: str) -> tuple[str, int]:
-    """(text, id) of an answer or foil.
-
-    Raises:
-        EditError: not exactly one token, or an id outside the vocabulary.
-    """
+    """(text, id) of an answer or foil. Raises EditError: not exactly one token, or an id outside the vocabulary."""
     if isinstance(given, int):
         d_vocab = int(model.cfg.d_vocab)
         if not 0 <= given < d_vocab:

@@ -28,7 +28,6 @@ from swd_lens.base.record import Record, checked
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import require_no_dropout
 from swd_lens.hosts.sites import Site
-from swd_lens.units import UnitSet
 
 HEADS = {
     **dict.fromkeys(("source", "target"), "object"),

@@ -194,10 +194,7 @@ def before_cap(logits: Float[Tensor, "*n vocab"], cap: float | None) -> Float[Te
 
 def require_drawable(host: Host) -> None:
     """Check that a graph of prompts, with attention and all layers, can be drawn of this host; for use before long work.
-
-    Raises:
-        UnsupportedHostError: see `freeze`.
-    """
+    Raises UnsupportedHostError: see `freeze`."""
     layers = sorted({site.layer for site in host.sites()})
     require_followable(host, layers, layers)
     read_norms(host)  # a run of a few tokens, in which every formula is checked

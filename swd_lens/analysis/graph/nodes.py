@@ -44,11 +44,7 @@ def is_measured(graph: GraphData) -> bool:
 
 
 def placed(graph: GraphData, rows_up: int = 0) -> Places:
-    """Where every node stands.
-
-    Args:
-        rows_up: added to the block's number; features keep the true one.
-    """
+    """Where every node stands. rows_up: added to the block's number; features keep the true one."""
     numbers, n_layers = FeatureNumbers.of(graph), int(graph.settings["n_layers"])
     positions = graph.nodes["position"].dropna()
     # Names of the columns, at least two, and how far positions move to the right.
@@ -81,10 +77,7 @@ def viewer_graph(
     graph: GraphData, places: Places, audit: Audit | None, html: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Nodes and links in the viewers' schema: the graph's own first, then tokens without edges, error nodes and their links.
-
-    Args:
-        html: see `shown_text`.
-    """
+    html: see `shown_text`."""
     weight, rows = "contribution" if is_measured(graph) else "weight", records(graph.nodes)
     links = [
         {"source": places[edge["source"]].node_id, "target": places[edge["target"]].node_id, "weight": edge[weight]}

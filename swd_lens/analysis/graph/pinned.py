@@ -31,16 +31,9 @@ _IN_A_ROW = 7  # boxes, so that names beside each other can be read
 
 
 def pinned_nodes(graph: GraphData, pinned: Any = None) -> list[str]:
-    """Names of the nodes that are pinned.
-
-    Args:
-        pinned: names of nodes or units, a circuit, a table of units; a unit stands for its nodes at all positions. None: the
-            answers, and of a circuit its units (each where it has most influence, at further positions as far as there is room),
-            else both ends of the strongest edges.
-
-    Raises:
-        ValueError: no node of the graph.
-    """
+    """Names of the nodes that are pinned. pinned: names of nodes or units, a circuit, a table of units; a unit stands for its
+    nodes at all positions. None: the answers, and of a circuit its units (each where it has most influence, at further
+    positions as far as there is room), else both ends of the strongest edges. Raises ValueError: no node of the graph."""
     nodes, names = graph.nodes, set(graph.nodes["node"])
     if pinned is not None:
         found: list[str] = []

@@ -22,11 +22,8 @@ _PAIR = "pair"
 
 
 def traced(graph: GraphData, places: Places, attention: Any) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Results by node_id, and descriptions of units that are in none of the graph's nodes.
-
-    Args:
-        attention: with the tables `heads` and `scores` of `swd_lens.graph.attention_paths`.
-    """
+    """Results by node_id, and descriptions of units that are in none of the graph's nodes. attention: with the tables `heads`
+    and `scores` of `swd_lens.graph.attention_paths`."""
     parts: defaultdict[tuple[int, int, int, int], list[Any]] = defaultdict(list)
     scores = attention.scores
     columns = ("layer", "head", "dest", "src", "part", "q unit", "k unit", "contribution")

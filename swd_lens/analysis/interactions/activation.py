@@ -37,14 +37,8 @@ _ROUNDING = 8  # of the dtype's eps, relative to the largest |post|
 
 
 def find_activation(host: Host, site: Site, pre: Tensor, up: Tensor | None, post: Tensor) -> tuple[Activation, str]:
-    """The host's activation at a site, and its name.
-
-    Args:
-        pre, up, post: (token, d_mlp) what the host computed; up None where nothing is gated.
-
-    Raises:
-        UnsupportedHostError: no function of the host leads from pre to post channel by channel.
-    """
+    """The host's activation at a site, and its name. pre, up, post: (token, d_mlp) what the host computed; up None where
+    nothing is gated. Raises UnsupportedHostError: no function of the host leads from pre to post channel by channel."""
     for name, function in _candidates(host, site):
         try:
             value = function(pre)

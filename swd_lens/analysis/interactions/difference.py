@@ -81,12 +81,9 @@ class _Projection:
         return -(-n_tokens // self._block)
 
     def add(self, *tensors: Float[Tensor, "_token _channel"] | None, each: Callable[[], Any] = lambda: None) -> None:
-        """Add some tokens: z of the paired units (of the gate, then of the up branch), the preactivation, and the branch that a
-        gate multiplies (None: no gate).
-
-        Args:
-            each: called whenever a unit was paired with all later ones, or with all up units, for progress bars.
-        """
+        """Add some tokens: z of the paired units (of the gate, then of the up branch), the preactivation, and the branch that
+        a gate multiplies (None: no gate). each: called whenever a unit was paired with all later ones, or with all up units,
+        for progress bars."""
         pre: Any = tensors[-2]
         with torch.no_grad():
             for rows in torch.arange(len(pre), device=pre.device).split(self._block):
@@ -243,11 +240,8 @@ class GateUpSums(_Projection):
                 each()
 
     def _with_up_units(self, i: int, opened: Tensor, up_z: Tensor, gram: Tensor) -> Float[Tensor, " up"]:
-        """sum over the block's tokens of |[f(h) - f(h - c_i)] d_j W|^2 of every up unit j.
-
-        Args:
-            opened: (written, token) f(h) - f(h - c_i) on the channels that i writes; gram: W W^T on them.
-        """
+        """sum over the block's tokens of |[f(h) - f(h - c_i)] d_j W|^2 of every up unit j. opened: (written, token) f(h) - f(h
+        - c_i) on the channels that i writes; gram: W W^T on them."""
         squares = []
         for unit, z in zip(self._up, up_z, strict=True):
             in_i, in_j = _shared(self._index[i], unit)

@@ -36,12 +36,7 @@ SMALL = 8  # points
 
 
 def site_named(host: Host, pattern: Pattern) -> Site:
-    """The single site that a pattern names.
-
-    Raises:
-        UnknownSiteError: none.
-        ValueError: several.
-    """
+    """The single site that a pattern names. Raises UnknownSiteError: none; ValueError: several."""
     sites = sites_of(host, pattern)
     if len(sites) > 1:
         raise ValueError(
@@ -52,12 +47,8 @@ def site_named(host: Host, pattern: Pattern) -> Site:
 
 
 def text_of(model: Any, tokens: Any, batch_size: Any, least: int, why: str) -> TokenStream:
-    """The text as a stream of at least so many tokens.
-
-    Raises:
-        ValueError: a batch size that is no whole number of rows, or a model in train mode with dropout.
-        TokenError: fewer tokens than `least`; and see `as_stream`.
-    """
+    """The text as a stream of at least so many tokens. Raises ValueError: a batch size that is no whole number of rows, or a
+    model in train mode with dropout; TokenError: fewer tokens than `least`; and see `as_stream`."""
     bounded("batch_size", batch_size, 1)
     require_no_dropout(model)
     stream = as_stream(tokens, model)
@@ -141,23 +132,16 @@ class SiteRun:
 
 @contextmanager
 def attached(host: Host, factors: Any, site: Site, stream: TokenStream, batch_size: int) -> Iterator[SiteRun]:
-    """The factors in the host while open.
-
-    Raises:
-        ValueError: there are none at the site, they are no read/write factors, or fewer than two of their units have edges.
-        AttachError, UnknownSiteError, UnsupportedHostError: see `swd_lens.attach`.
-    """
+    """The factors in the host while open. Raises ValueError: there are none at the site, they are no read/write factors, or
+    fewer than two of their units have edges; AttachError, UnknownSiteError, UnsupportedHostError: see `swd_lens.attach`."""
     with attach(host.model, factors) as attachment:
         by_site = attachment.factors
         yield SiteRun(host, site, paired_factors(by_site, site), by_site, stream, batch_size)
 
 
 def paired_factors(by_site: UnitSet, site: Site) -> Factors:
-    """The site's factors among those attached.
-
-    Raises:
-        ValueError: there are none, they are no read/write factors, or fewer than two of their units have edges.
-    """
+    """The site's factors among those attached. Raises ValueError: there are none, they are no read/write factors, or fewer
+    than two of their units have edges."""
     if site.name not in by_site:
         raise ValueError(
             f"these factors hold nothing for {site.name}; they are for {', '.join(by_site)}. Factorize the site, or name "
@@ -204,11 +188,8 @@ class PairResult(Record):
 
 
 def strongest(matrix: Float[Tensor, "unit other"], n: int, *, within: bool = True) -> list[tuple[int, int]]:
-    """Index pairs (i, j) of the n largest absolute entries, largest first; NaN never.
-
-    Args:
-        within: rows and columns are the same units: only i < j.
-    """
+    """Index pairs (i, j) of the n largest absolute entries, largest first; NaN never. within: rows and columns are the same
+    units: only i < j."""
     rows, columns = torch.triu_indices(*matrix.shape, offset=1) if within else torch.ones_like(matrix).nonzero().T
     size = matrix[rows, columns].abs().nan_to_num(nan=-1.0)
     best = size.topk(min(n, len(size)))

@@ -207,11 +207,8 @@ def qk_replay(model: Any, factors: Any, pair: QKPair, prompt: Any, *, remove: st
 
 
 def with_gamma(layers: Mapping[int, LayerUnits], pair: QKPair) -> QKPair:
-    """The pair with its coefficient at distance 0, where angles of queries and keys cancel.
-
-    Raises:
-        QKError: its layer, its head or one of its units is not there.
-    """
+    """The pair with its coefficient at distance 0, where angles of queries and keys cancel. Raises QKError: its layer, its
+    head or one of its units is not there."""
     units = units_of_head(layers, pair.layer, pair.head)
     for name, index, side in (("q_unit", pair.q_unit, units.q), ("k_unit", pair.k_unit, units.k)):
         if not 0 <= index < side.n_units:
@@ -226,11 +223,8 @@ def with_gamma(layers: Mapping[int, LayerUnits], pair: QKPair) -> QKPair:
 def removals(
     run: LayerScores, pairs: Sequence[QKPair], remove: str
 ) -> tuple[dict[str, Float[Tensor, "batch case pos pos"]], dict[str, Float[Tensor, "batch case"]]]:
-    """Take a unit out in every case of one layer, on every prompt, and compare patterns.
-
-    Returns:
-        The maps of `QKReplay` and the numbers of `Removal`, by name.
-    """
+    """Take a unit out in every case of one layer, on every prompt, and compare patterns. Returns: The maps of `QKReplay` and
+    the numbers of `Removal`, by name."""
     device, mask = run.mask.device, run.mask
     head, q_unit, k_unit = (
         torch.tensor([getattr(pair, name) for pair in pairs], device=device) for name in ("head", "q_unit", "k_unit")

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from swd_lens.analysis.qk.replay import NUMBERS, REMOVE, Removal, removals, with_gamma
 from swd_lens.analysis.qk.scores import LayerScores, attended_row, layer_units, provenance, run_layers

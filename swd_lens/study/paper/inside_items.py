@@ -4,7 +4,6 @@ Each makes its factors (or takes over those of other items), calls a study of sw
 out.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd

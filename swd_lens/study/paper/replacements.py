@@ -96,11 +96,8 @@ class Replacements(Sources):
         )
 
     def solved(self, sites: Any, sparsities: Sequence[float], tokens: Mapping[float, int] | None = None) -> dict[str, Any]:
-        """Method -> what makes its factors: every solver at every sparsity.
-
-        Args:
-            tokens: sparsity -> calibration tokens, where they are not the profile's.
-        """
+        """Method -> what makes its factors: every solver at every sparsity. tokens: sparsity -> calibration tokens, where they
+        are not the profile's."""
         usual = self.settings["calibration_tokens"]
         fitted_on = {s: (tokens or {}).get(s, usual) for s in sparsities}
         # Fitted to other text it is another replacement, and needs another name.

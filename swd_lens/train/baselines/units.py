@@ -63,11 +63,8 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
         self._files: dict[int, Any] = {}  # open, so that points stay readable when other units are saved over them
 
     def add(self, tokens: int, weights: Mapping[str, Tensor]) -> None:
-        """Keep these weights; a point that is there is replaced.
-
-        Raises:
-            OSError: the disk is full, or the folder cannot be written.
-        """
+        """Keep these weights; a point that is there is replaced. Raises OSError: the disk is full, or the folder cannot be
+        written."""
         on_cpu = {name: t.detach().cpu().contiguous().clone() for name, t in weights.items()}
         if self.folder is None:
             self._points[tokens] = on_cpu
@@ -78,11 +75,7 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
         self._points[tokens] = self.path(tokens)
 
     def take_over(self, tokens: int, digest: str) -> None:
-        """Add a point that the folder holds already.
-
-        Raises:
-            TrainError: it does not.
-        """
+        """Add a point that the folder holds already. Raises TrainError: it does not."""
         self.hashes[tokens] = digest
         path = self.path(tokens)
         try:
@@ -133,11 +126,7 @@ class UnitsIndex(SavedRecord):
 
     @classmethod
     def of_folder(cls, folder: Path) -> "UnitsIndex":
-        """Read a folder's index.
-
-        Raises:
-            TrainError: there is none, or it cannot be read.
-        """
+        """Read a folder's index. Raises TrainError: there is none, or it cannot be read."""
         with suppress(FileNotFoundError):
             if (folder / INDEX).is_file():
                 return cls.load(folder / INDEX)

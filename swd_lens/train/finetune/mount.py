@@ -61,10 +61,7 @@ class TrainedProjection(Projection):
     """Factors in training; like `UnitProjection`, but for where read and write come from. Offsets are kept as they are."""
 
     def __init__(self, f: Factors, hook: HookPoint, like: Tensor):
-        """
-        Args:
-            like: a parameter of the host beside the site: its device is where the values lie.
-        """
+        """. like: a parameter of the host beside the site: its device is where the values lie."""
         super().__init__(hook)
         self.read, self.write = Support(f.read, like.device), Support(f.write, like.device)
         offsets = (None, None) if f.offsets is None else (f.offsets.unit, f.offsets.out)
@@ -126,12 +123,9 @@ class Mounted:
 
 
 def trainable(model: Any, factors: Any) -> UnitSet:
-    """The units that were given, if all of them can be trained and attached.
-
-    Raises:
-        FinetuneError: a unit source that is not Factors, or without a nonzero entry.
-        AttachError, UnknownSiteError, UnitSourceError, UnsupportedHostError: see `swd_lens.attach`.
-    """
+    """The units that were given, if all of them can be trained and attached. Raises FinetuneError: a unit source that is not
+    Factors, or without a nonzero entry; AttachError, UnknownSiteError, UnitSourceError, UnsupportedHostError: see
+    `swd_lens.attach`."""
     units = UnitSet.of(model, factors)
     for name, coder in units.coders.items():
         raise FinetuneError(

@@ -41,12 +41,8 @@ def contents(
     labels: Mapping[Any, Any],
     beside: GraphData | None,
 ) -> dict[str, Any]:
-    """Plain values for the page; see `show` (page.py) for the arguments.
-
-    Raises:
-        ValueError: groups, replays or attention paths of nodes that the graph does not have, or a label of no unit's name.
-        TypeError: an audit or a label of another type.
-    """
+    """Plain values for the page; see `show` (page.py) for the arguments. Raises ValueError: groups, replays or attention paths
+    of nodes that the graph does not have, or a label of no unit's name; TypeError: an audit or a label of another type."""
     graphs = [graph] if beside is None else [graph, beside]
     units: dict[str, str] = {}
     for each in graphs:
