@@ -16,6 +16,7 @@
 """
 
 import sys
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -265,6 +266,11 @@ class UnsealedFileWarning(_Shown, UserWarning):
 
 
 # ---------------------------------------------------------------------------------------------- warnings
+
+
+def warn(text: str, kind: type[Warning] = UserWarning) -> None:
+    """Warn, at the first line outside of swd_lens that led here."""
+    warnings.warn(kind(text), stacklevel=callers_level())
 
 
 def callers_level() -> int:

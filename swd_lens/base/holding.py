@@ -41,11 +41,8 @@ _lock = threading.RLock()
 
 @dataclass(eq=False)
 class _Holder:
-    """The thread that uses a host, and the calls and attachments for which it does.
-
-    Attributes:
-        begun: of threads whose forward had begun when the host was taken: the frame of that forward, by the thread's number.
-    """
+    """The thread that uses a host, and the calls and attachments for which it does. begun: of threads whose forward had begun
+    when the host was taken: the frame of that forward, by the thread's number."""
 
     thread: threading.Thread
     call: str

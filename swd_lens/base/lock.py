@@ -27,11 +27,8 @@ class NoLocks(OSError):
 
 
 class Lock:
-    """A lock that this process holds until `free`; without a file, one that nobody else sees.
-
-    Attributes:
-        held: False once it is free, and in every forked child.
-    """
+    """A lock that this process holds until `free`; without a file, one that nobody else sees. held: False once it is free, and
+    in every forked child."""
 
     def __init__(self, path: Path | None = None, file: IO[Any] | None = None):
         self.held = True

@@ -96,11 +96,7 @@ _CALL = """
 
 @dataclass(frozen=True)
 class Panel:
-    """One interactive panel.
-
-    Attributes:
-        html: the element that draws itself; a page puts `library()` once before all of them.
-    """
+    """One interactive panel. html: the element that draws itself; a page puts `library()` once before all of them."""
 
     html: str
 

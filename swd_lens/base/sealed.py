@@ -14,7 +14,6 @@ The hash is of the values, not of their layout: a JSON file that an editor inden
 
 import hashlib
 import json
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swd_lens.base.errors import UnsealedFileWarning, callers_level, legible
+from swd_lens.base.errors import UnsealedFileWarning, legible, warn
 from swd_lens.base.files import atomic, fault_of_name, plain, sha256, write_text
 
 SEAL = "sha256"
@@ -115,11 +114,9 @@ def readable(path: str | Path, what: str, raised_as: type[Exception] = ValueErro
 
 def warn_of_missing_seal(path: str | Path) -> None:
     """Say that a file carries no hash; Python shows it once for a file."""
-    warnings.warn(
-        UnsealedFileWarning(
-            f"{path} carries no hash (it was written or edited by hand): a change on the disk would not be noticed. Save it again"
-        ),
-        stacklevel=callers_level(),
+    warn(
+        f"{path} carries no hash (it was written or edited by hand): a change on the disk would not be noticed. Save it again",
+        UnsealedFileWarning,
     )
 
 

@@ -60,11 +60,7 @@ def setting(default: Any, **bounds: Any) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """Base of all settings; see the module.
-
-    Raises:
-        the class's `error`: a value that its field does not allow.
-    """
+    """Base of all settings; see the module. Raises the class's `error`: a value that its field does not allow."""
 
     error: ClassVar[type[Exception]] = ValueError
 

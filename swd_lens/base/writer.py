@@ -18,14 +18,13 @@ import socket
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from swd_lens.base.errors import FolderInUseError, callers_level, legible
+from swd_lens.base.errors import FolderInUseError, legible, warn
 from swd_lens.base.files import behind_link, fault_of_name, naming, remove_remains
 from swd_lens.base.lock import VARIABLE, Lock, NoLocks, take, try_lock, wanted
 
@@ -142,7 +141,7 @@ def require_writable(folder: str | Path, n_bytes: int = 0) -> None:
     free = shutil.disk_usage(there).free
     if n_bytes > free:
         raise OSError(
-            f"{legible(folder)}: about {n_bytes / 1000000000.0:.2f} GB will be written and {free / 1000000000.0:.2f} GB are "
+            f"{legible(folder)}: about {n_bytes / 1e9:.2f} GB will be written and {free / 1e9:.2f} GB are "
             "free. Free some space, or give another disk; nothing was done"
         )
 
@@ -158,12 +157,7 @@ def _locked(target: Path, lock_file: Path, holder_file: Path, call: str, patienc
         raise _without_locks(target, cause) from cause
     try:
         if not wanted():
-            warnings.warn(
-                UserWarning(
-                    f"{legible(target)} is written without a lock ({VARIABLE}=0): no other call must write there meanwhile"
-                ),
-                stacklevel=callers_level(),
-            )
+            warn(f"{legible(target)} is written without a lock ({VARIABLE}=0): no other call must write there meanwhile")
         _held[target] = (threading.current_thread(), lock)
         now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         holder = {"call": call, "process": os.getpid(), "machine": socket.gethostname(), "since": now}

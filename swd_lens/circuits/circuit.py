@@ -185,9 +185,6 @@ class Circuit(Record):
         task = self.scores.settings.get("task", "a task")
         return f"Circuit({task}: {self.n_units} of {self.scores.n_units} units in {sites} sites, {self.n_edges:,} edges)"
 
-    def parts(self) -> tuple[Any, ...]:
-        return (self.table(),)
-
     # ------------------------------------------------------------------ at work
 
     def masks(self, mode: str = "keep") -> dict[str, Bool[Tensor, " _unit"]]:

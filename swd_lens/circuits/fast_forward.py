@@ -84,11 +84,7 @@ class Shared:
 
 
 class Runner:
-    """Runs interventions on attached units with some fast_forward.
-
-    Args:
-        dense: what is known of the dense host.
-    """
+    """Runs interventions on attached units with some fast_forward. dense: what is known of the dense host."""
 
     def __init__(self, host: Host, units: Mapping[str, Units], fast_forward: FastForward, dense: DenseCache | None = None):
         self.host, self.units, self.fast_forward = host, units, fast_forward

@@ -33,10 +33,7 @@ _CHECKED_PROMPTS = 4
 
 class Output(nn.Module):
     """Stands for a site's product: the host's own, summed up while `counts`, in `rows` its `mean` (per position: `each`).
-
-    Args:
-        of_expert: only tokens that are routed to it count; the site is shown zeros at others.
-    """
+    of_expert: only tokens that are routed to it count; the site is shown zeros at others."""
 
     def __init__(self, of_expert: bool = False) -> None:
         super().__init__()

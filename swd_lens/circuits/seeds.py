@@ -49,11 +49,8 @@ def mean_min_cost(curves: Sequence[Curve], of: str = "recovered", cost: str = "e
 
 @dataclass(frozen=True)
 class SeedCosts:
-    """Costs of several seeds' circuits at one threshold; None where no seed reaches it (sd: where fewer than two do).
-
-    Attributes:
-        reached: seeds that reach it.
-    """
+    """Costs of several seeds' circuits at one threshold; None where no seed reaches it (sd: where fewer than two do). reached:
+    seeds that reach it."""
 
     mean: float | None
     sd: float | None

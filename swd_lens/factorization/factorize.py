@@ -16,7 +16,6 @@ The bar counts operations, not matrices, so that its remaining time means someth
 """
 
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import AttachError, ResumeError, ShardError, callers_level, legible
+from swd_lens.base.errors import AttachError, ResumeError, ShardError, legible, warn
 from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
@@ -178,12 +177,9 @@ def factorize(
         )
     # 1. What is asked for, and its share of a larger job.
     if tokens is None and not zero_data:
-        warnings.warn(
-            UserWarning(
-                "no calibration tokens were given, so these factors are zero-data (G = I), which fits every input direction "
-                'alike. Give tokens=, or say calibration="zero-data" if that is meant'
-            ),
-            stacklevel=callers_level(),
+        warn(
+            "no calibration tokens were given, so these factors are zero-data (G = I), which fits every input direction "
+            'alike. Give tokens=, or say calibration="zero-data" if that is meant'
         )
     require_detached(model, "factorize")
     text = None if tokens is None else text_for(model, tokens, exclude=exclude, attention_mask=attention_mask)

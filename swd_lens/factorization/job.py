@@ -7,7 +7,6 @@
    that its solve is (solve.py).
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import ShardError, UnknownSiteError, callers_level
+from swd_lens.base.errors import ShardError, UnknownSiteError, warn
 from swd_lens.base.settings import AUTO
 from swd_lens.factorization.checkpoint import Recipe, Shard, host_fingerprint
 from swd_lens.factorization.gradients import require_loss
@@ -174,12 +173,9 @@ class Job:
             if share > 0
             else f"preset {self.how.preset!r} applies no shrinkage here, so the factors will fit these tokens only"
         )
-        warnings.warn(
-            UserWarning(
-                f"{self.n_tokens} calibration tokens for {widest.name}, which reads {widest.d_in} inputs: its Gram is "
-                f"singular; {remedy}. Give more tokens, or none (zero-data)."
-            ),
-            stacklevel=callers_level(),
+        warn(
+            f"{self.n_tokens} calibration tokens for {widest.name}, which reads {widest.d_in} inputs: its Gram is "
+            f"singular; {remedy}. Give more tokens, or none (zero-data)."
         )
 
     def only(self, shard: Shard, flops: Mapping[str, float]) -> "Job":

@@ -12,7 +12,6 @@
    times and not once per later stage.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from swd_lens.base.errors import callers_level
+from swd_lens.base.errors import warn
 from swd_lens.base.interrupts import joint
 from swd_lens.base.undo import Undo
 from swd_lens.factorization.calibration_text import CalibrationText, KnownGrams
@@ -73,12 +72,11 @@ def warn_of_few_routed(sites: Sequence[Site], n_routed: Mapping[str, int], n_tok
     few = {site.name: n_routed[site.name] for site in sites if n_routed.get(site.name, site.d_in) < site.d_in}
     if few:
         least = min(few, key=lambda name: few[name])
-        said = UserWarning(
+        warn(
             f"{len(few)} matrices of experts read fewer of the {n_tokens} calibration tokens than they have inputs "
             f"({least}: {few[least]}); their Grams are shrunk where the preset does so, and the "
             f"{sum(n == 0 for n in few.values())} without any are made zero-data"
         )
-        warnings.warn(said, stacklevel=callers_level())
 
 
 def stages_of(sites: Sequence[Site], kind: str, gram_bytes: int = GRAM_BYTES) -> list[tuple[Site, ...]]:

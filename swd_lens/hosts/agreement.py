@@ -14,7 +14,6 @@
 5. A model that gives no logits for a row of tokens (speech, images, encoder and decoder) is not compared, and a warning says so.
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
@@ -25,7 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from swd_lens.base.errors import HostDiffersError, callers_level, legible
+from swd_lens.base.errors import HostDiffersError, legible, warn
 from swd_lens.base.machine import is_out_of_memory
 
 N_TOKENS = 32
@@ -99,12 +98,7 @@ class Reference:
             UserWarning: they differ by more than `WARNED`, or could not be compared.
         """
         if self.row is None:
-            warnings.warn(
-                UserWarning(
-                    f"{legible(self.name)} was loaded without being compared with transformers' own model: {legible(self.reason)}"
-                ),
-                stacklevel=callers_level(),
-            )
+            warn(f"{legible(self.name)} was loaded without being compared with transformers' own model: {legible(self.reason)}")
             return
         try:
             with torch.no_grad(), _in_float32(model) if self.exact else nullcontext():
@@ -138,7 +132,7 @@ class Reference:
                 f"{found}. What is measured on it says nothing of the model. {advice}; check=False loads it all the same"
             )
         if difference > warned:
-            warnings.warn(UserWarning(f"{found}, which is more than rounding makes"), stacklevel=callers_level())
+            warn(f"{found}, which is more than rounding makes")
 
 
 def _versions() -> str:

@@ -226,10 +226,7 @@ def _bridge_norm(attn: Any, name: str) -> HeadNorm | None:
 @dataclass(frozen=True)
 class Rotation:
     """Rotary angles of the positions 0 .. n_pos - 1; the first rotary_dim entries of a head are rotated, the others stay.
-
-    Attributes:
-        adjacent: pairs are (2i, 2i + 1); else (i, i + rotary_dim / 2).
-    """
+    adjacent: pairs are (2i, 2i + 1); else (i, i + rotary_dim / 2)."""
 
     cos: Float[Tensor, "pos rotary_dim"]
     sin: Float[Tensor, "pos rotary_dim"]

@@ -5,7 +5,6 @@
 2. `text_for` is how calls that sum over text take it: with what counts (tasks/counting.py).
 """
 
-import warnings
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base.divergence import CHUNK_BYTES, cross_entropy, log_probabilities
-from swd_lens.base.errors import TextWarning, TokenError, callers_level, quoted
+from swd_lens.base.errors import TextWarning, TokenError, quoted, warn
 from swd_lens.hosts import host_of
 from swd_lens.hosts.families import facts_of
 from swd_lens.tasks.encoding import begins_with_bos
@@ -47,14 +46,12 @@ def warn_without_bos(model: Any, stream: TokenStream, what: str) -> None:
     without = rows[rows[:, 0] != bos]
     if not len(without):
         return
-    warnings.warn(
-        TextWarning(
-            f"{what}: {len(without)} of the first {len(rows)} rows do not begin with BOS "
-            f"({quoted(model.tokenizer.bos_token)}), as the text of this host and the prompts of its tasks "
-            f"do.{_measured(model, without, bos)} load_text, stream_rows and pack_text put it there; set "
-            "model.cfg.default_prepend_bos = False if the host was trained without"
-        ),
-        stacklevel=callers_level(),
+    warn(
+        f"{what}: {len(without)} of the first {len(rows)} rows do not begin with BOS "
+        f"({quoted(model.tokenizer.bos_token)}), as the text of this host and the prompts of its tasks "
+        f"do.{_measured(model, without, bos)} load_text, stream_rows and pack_text put it there; set "
+        "model.cfg.default_prepend_bos = False if the host was trained without",
+        TextWarning,
     )
 
 

@@ -171,11 +171,8 @@ SCORED_ATTENTION: Mapping[str, ScoredAttention] = {
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """A layer of Hugging Face's caches that never writes to the keys and values it keeps.
-
-    Attributes:
-        appends: its update is one concatenation along positions, and nothing else.
-    """
+    """A layer of Hugging Face's caches that never writes to the keys and values it keeps. appends: its update is one
+    concatenation along positions, and nothing else."""
 
     appends: bool = False
 

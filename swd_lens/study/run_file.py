@@ -74,11 +74,8 @@ _COMPARISON = {
 
 @dataclass(frozen=True)
 class FactorsRecord(Mapping[str, Mapping[str, Any]]):
-    """A record of factors that were not saved: site -> {"d_in", "d_out", "units", "edges", "settings", "provenance"}.
-
-    Attributes:
-        edges, n_units, sparsity: of all sites together, as a FactorSet has them.
-    """
+    """A record of factors that were not saved: site -> {"d_in", "d_out", "units", "edges", "settings", "provenance"}. edges,
+    n_units, sparsity: of all sites together, as a FactorSet has them."""
 
     sites: Mapping[str, Mapping[str, Any]]
     edges: int

@@ -136,14 +136,8 @@ class SectionTable(PlainRecord):
 
 @dataclass(frozen=True)
 class SectionGraph(PlainRecord):
-    """A unit graph for readers to look into, as plain values.
-
-    Attributes:
-        graph, attention, replays: what `UnitGraph`, `AttentionPaths` and `Replays` gave as_dict; the last two may be missing.
-
-    Raises:
-        ValueError: they are something else, or of other graphs.
-    """
+    """A unit graph for readers to look into, as plain values. graph, attention, replays: what `UnitGraph`, `AttentionPaths`
+    and `Replays` gave as_dict; the last two may be missing. Raises ValueError: they are something else, or of other graphs."""
 
     graph: Mapping[str, Any]
     attention: Mapping[str, Any] | None = None

@@ -25,7 +25,6 @@ f. Of the groups those nodes are shown that are pinned. circuit-tracer 0.5.0 rea
 
 import json
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +40,7 @@ from swd_lens.analysis.graph.pinned import pinned_nodes, positions
 from swd_lens.analysis.graph.tracing import traced
 from swd_lens.base import __version__
 from swd_lens.base.checks import one_of
-from swd_lens.base.errors import callers_level, legible, quoted
+from swd_lens.base.errors import legible, quoted, warn
 from swd_lens.base.files import write_json
 from swd_lens.base.names import require_names
 from swd_lens.base.record import Record
@@ -254,10 +253,5 @@ def _rows_up(graph: GraphData, scan: str) -> int:
     with_errors = is_measured(graph) and bool((graph.nodes["kind"] == "logit").any())
     largest = max(int(layers.max() or 0), graph.settings["n_layers"] - 1 if with_errors else 0)
     if largest == 0:
-        warnings.warn(
-            UserWarning(
-                "all units stand in block 0, which Neuronpedia does not draw; they are shown one row higher, block 0 as L1"
-            ),
-            stacklevel=callers_level(),
-        )
+        warn("all units stand in block 0, which Neuronpedia does not draw; they are shown one row higher, block 0 as L1")
     return int(largest == 0)

@@ -38,11 +38,8 @@ _ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Reading(HeldNorm):
-    """A norm through which a block reads the residual stream.
-
-    Attributes:
-        behind_attention: of an MLP: whether what it reads has in it what the attention of the same block wrote.
-    """
+    """A norm through which a block reads the residual stream. behind_attention: of an MLP: whether what it reads has in it
+    what the attention of the same block wrote."""
 
     behind_attention: bool = False
 

@@ -13,7 +13,6 @@ version installed.
 
 import os
 import socket
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
-from swd_lens.base.errors import callers_level, legible
+from swd_lens.base.errors import legible, warn
 from swd_lens.factorization.solve_task import SolveTask, threads_set_to
 from swd_lens.factorization.workers.order import Assignment, Failed, after_death, read_reply
 from swd_lens.factorization.workers.parcel import Parcel, attempt, pack_task
@@ -91,12 +90,10 @@ class Cluster:
         # The estimate; or all of the largest node's memory, where the estimate is more: asking for more would wait for ever.
         most = int(max((_offered(node, "memory") for node in _nodes()), default=0))
         if task.bytes > most:
-            warnings.warn(
-                RuntimeWarning(
-                    f"{task.site} is estimated to need {task.bytes / 1000000000.0:.3g} GB; the largest node of the Ray cluster "
-                    f"offers {most / 1000000000.0:.3g} GB and gets it alone"
-                ),
-                stacklevel=callers_level(),
+            warn(
+                f"{task.site} is estimated to need {task.bytes / 1e9:.3g} GB; the largest node of the Ray cluster "
+                f"offers {most / 1e9:.3g} GB and gets it alone",
+                RuntimeWarning,
             )
         remote = _remote.options(
             name=f"solve {task.site}",

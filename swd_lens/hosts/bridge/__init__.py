@@ -9,7 +9,6 @@
 4. What weight processing can fold away of a site's input is in norms.py, a prompt's kept prefix in cache.py.
 """
 
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from swd_lens.base.errors import UnsupportedHostError, callers_level, legible
+from swd_lens.base.errors import UnsupportedHostError, legible, warn
 from swd_lens.hosts.adapters import require_no_adapter
 from swd_lens.hosts.bridge import fused
 from swd_lens.hosts.bridge.experts import ExpertMatrix, call_matrices
@@ -90,12 +89,9 @@ class BridgeHost(BridgeRuns, Host):
         share = sum(block.numel_left for block in blocks) / matrix_entries(self)
         if others and share >= _LEFT:
             more = " ..." if len(others) > 4 else ""
-            warnings.warn(
-                UserWarning(
-                    f"{len(others)} parts of this bridge hold matrices that are no sites: {', '.join(others[:4])}{more}; "
-                    f"'all' leaves them out, which is {share:.2%} of the entries of its blocks' matrices"
-                ),
-                stacklevel=callers_level(),
+            warn(
+                f"{len(others)} parts of this bridge hold matrices that are no sites: {', '.join(others[:4])}{more}; "
+                f"'all' leaves them out, which is {share:.2%} of the entries of its blocks' matrices"
             )
 
     # ------------------------------------------------------------------ sites

@@ -43,11 +43,8 @@ SOLVERS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Replacements(Sources):
-    """The methods of the items; arguments as for `Sources`.
-
-    Attributes:
-        roles: method -> its role in comparisons, of every method that was asked for.
-    """
+    """The methods of the items; arguments as for `Sources`. roles: method -> its role in comparisons, of every method that was
+    asked for."""
 
     @functools.cached_property
     def roles(self) -> dict[str, str]:

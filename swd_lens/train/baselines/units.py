@@ -51,10 +51,7 @@ METHODS: Mapping[str, tuple[type[TrainSpec], Callable[[int, int, Any], Coder]]] 
 
 class Trajectory(Mapping[int, Mapping[str, Tensor]]):
     """Tokens -> weights by name, on the CPU. With a folder each point is a file, read and checked when it is asked for.
-
-    Attributes:
-        hashes: tokens -> `tensor_digest` of the points in the folder.
-    """
+    hashes: tokens -> `tensor_digest` of the points in the folder."""
 
     def __init__(self, folder: Path | None = None, provenance: Mapping[str, Any] | None = None):
         self.folder, self.provenance = folder, dict(provenance or {})

@@ -32,11 +32,7 @@ _WHILE_TRAINING = "while factors are fine-tuned on this host: they stand for the
 
 
 class Support(nn.Module):
-    """One factor as values on fixed places.
-
-    Attributes:
-        values: (nnz,) float32, trainable, in row-major order of the places.
-    """
+    """One factor as values on fixed places. values: (nnz,) float32, trainable, in row-major order of the places."""
 
     def __init__(self, factor: Float[Tensor, "rows columns"], device: torch.device | str):
         super().__init__()
