@@ -187,7 +187,14 @@ def attention_heads(
         "negativeColor": NEGATIVE,
         "maskUpperTri": causal,
     }
-    words = _in_words(shown, values, names, strongest)
+    items = []
+    for name, head in zip(names, values, strict=True):
+        flat = head.abs().flatten()
+        order = torch.sort(flat, descending=True, stable=True).indices[:strongest].tolist()
+        places = [(i // head.shape[1], i % head.shape[1]) for i in order if flat[i] > 0]
+        said = [f"{shown[t]} ({t}) from {shown[u]} ({u}): {float(head[t, u]):.{_DIGITS - 1}g}" for t, u in places]
+        items.append(f"<li>{escape(name)}: {escape('; '.join(said)) or 'nothing'}</li>")
+    words = f"<p>Largest entries, destination (position) from source (position):</p><ul>{''.join(items)}</ul>"
     return Panel(_element("AttentionHeads", props, visible(title), words, later))
 
 
@@ -201,14 +208,3 @@ def _element(name: str, props: dict[str, Any], title: str, words: str, later: bo
         f'<script type="application/json">{data}</script><script>{_CALL}</script>'
         f"<details><summary>{escape(title)}, in words</summary>{words}</details></div>"
     )
-
-
-def _in_words(tokens: Sequence[str], values: Tensor, names: Sequence[str], n: int) -> str:
-    items = []
-    for name, head in zip(names, values, strict=True):
-        flat = head.abs().flatten()
-        order = torch.sort(flat, descending=True, stable=True).indices[:n].tolist()
-        places = [(i // head.shape[1], i % head.shape[1]) for i in order if flat[i] > 0]
-        said = [f"{tokens[t]} ({t}) from {tokens[u]} ({u}): {float(head[t, u]):.{_DIGITS - 1}g}" for t, u in places]
-        items.append(f"<li>{escape(name)}: {escape('; '.join(said)) or 'nothing'}</li>")
-    return f"<p>Largest entries, destination (position) from source (position):</p><ul>{''.join(items)}</ul>"

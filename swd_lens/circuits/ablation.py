@@ -131,7 +131,24 @@ class Reference:
         self.host, self.sites, self.positions = host, list(sites), scores.settings["positions"]
         self.fixed = None if ablation == "resample" else ablation_values(scores, ablation)
         if self.fixed is None:
-            _require_corrupt(split, self.positions)
+            # Refuse a split that has no corrupt prompt for some example, or, at all positions, one of another length.
+            corrupt = split.corrupt or (None,) * len(split)
+            without = [i for i, tokens in enumerate(corrupt) if tokens is None]
+            if without:
+                raise TaskError(
+                    f"ablation='resample' needs a corrupt prompt for every example; {len(without)} of {len(split)} {split.name} "
+                    f"prompts of {quoted(split.task)} have none, the first is {quoted(split.examples[without[0]].prompt)}. Take "
+                    "ablation='mean'"
+                )
+            lengths = [0 if tokens is None else len(tokens) for tokens in corrupt]
+            other = [i for i, length in enumerate(lengths) if self.positions == "all" and length != len(split.tokens[i])]
+            if other:
+                i = other[0]
+                raise TaskError(
+                    f"ablation='resample' at all positions needs corrupt prompts of the same length; {len(other)} of "
+                    f"{len(split)} {split.name} prompts of {quoted(split.task)} differ, the first has {len(split.tokens[i])} "
+                    f"tokens and its corrupt one {lengths[i]}. Take positions='scoring' or ablation='mean'"
+                )
 
     def __call__(self, bucket: Bucket) -> dict[str, Float[Tensor, "_batch _pos _unit"]]:
         """site -> (batch or 1, pos or 1, unit), to be broadcast over the bucket's prompts and positions."""
@@ -150,27 +167,6 @@ class Reference:
                 kept = z[:, -1:] if self.positions == "scoring" else z
                 values.setdefault(site, kept.new_empty(len(bucket.index), *kept.shape[1:]))[rows] = kept
         return values
-
-
-def _require_corrupt(split: TaskSplit, positions: str) -> None:
-    """Refuse a split that has no corrupt prompt for some example, or, at all positions, one of another length."""
-    corrupt = split.corrupt or (None,) * len(split)
-    without = [i for i, tokens in enumerate(corrupt) if tokens is None]
-    if without:
-        raise TaskError(
-            f"ablation='resample' needs a corrupt prompt for every example; {len(without)} of {len(split)} {split.name} "
-            f"prompts of {quoted(split.task)} have none, the first is {quoted(split.examples[without[0]].prompt)}. Take "
-            "ablation='mean'"
-        )
-    lengths = [0 if tokens is None else len(tokens) for tokens in corrupt]
-    other = [i for i, length in enumerate(lengths) if positions == "all" and length != len(split.tokens[i])]
-    if other:
-        i = other[0]
-        raise TaskError(
-            f"ablation='resample' at all positions needs corrupt prompts of the same length; {len(other)} of "
-            f"{len(split)} {split.name} prompts of {quoted(split.task)} differ, the first has {len(split.tokens[i])} "
-            f"tokens and its corrupt one {lengths[i]}. Take positions='scoring' or ablation='mean'"
-        )
 
 
 # ---------------------------------------------------------------------------------------------- replacing

@@ -71,7 +71,8 @@ def factorize(
         gram = gram / gram_scale
     if gram is not None:  # the solver itself sees the diagonal, and notices the rest in few cases
         require_positive(correlations(gram)[0])
-    norm = input_norm(target, gram, spec)
+    # v = sqrt(diag G), floored so that a dead input (G_jj = 0) can be divided by it.
+    norm = target.new_ones(target.shape[0], 1) if gram is None else gram.diagonal().sqrt().unsqueeze(1) + spec.norm_floor
     read, write = alternate(target * norm, budget, spec, on_iteration)
     read = read / norm.T
     write = finalise(read, write, target, gram, spec)
@@ -84,15 +85,6 @@ def _scale(values: Float[Tensor, "*shape"], spec: DsfSpec) -> float:
     if spec.arithmetic == "reference" and HARMLESS_RANGE[0] <= largest <= HARMLESS_RANGE[1]:
         return 1.0
     return power_of_two(values)
-
-
-def input_norm(
-    weight: Float[Tensor, "d_in d_out"], gram: Float[Tensor, "d_in d_in"] | None, spec: DsfSpec
-) -> Float[Tensor, "d_in 1"]:
-    """v = sqrt(diag G), floored so that a dead input (G_jj = 0) can be divided by it."""
-    if gram is None:
-        return weight.new_ones(weight.shape[0], 1)
-    return gram.diagonal().sqrt().unsqueeze(1) + spec.norm_floor
 
 
 def alternate(

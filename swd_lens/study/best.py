@@ -316,33 +316,31 @@ class _Search:
         """Make the sparsest candidate of each path that keeps the goal, each search beginning where the last one ended."""
         found, start = [], FIRST
         for path, options in paths.items():
-            end, start = self._end_of(path, options, start)
+            # Find the sparsest candidate of a path that keeps the goal, and its sparsity; None, and `start`, where there is
+            # none.
+            points: list[tuple[float, float]] = []
+            made: dict[float, _Candidate] = {}
+            while len(points) < STEPS and (s := next_sparsity(points, start)) is not None:
+                s = round(s, 4)
+                candidate = self._made(path, s, options)
+                if candidate is None:
+                    break
+                made[s] = candidate
+                f = candidate.fidelity
+                assert f is not None
+                # Over the goal: KL, or the CE delta less two standard errors. At most 1 keeps it.
+                excess = max(f.kl, f.ce_delta - 2 * (f.ce_delta_se or 0.0)) / self.goal
+                points.append((s, math.log(max(excess, 1e-12))))
+            kept = [s for s, log in points if log <= 0]
+            for s, candidate in made.items():
+                if s not in kept:
+                    candidate.outcome = "over the goal"
+                elif s != max(kept):
+                    candidate.outcome = "denser than the goal asks"
+            end, start = (made[max(kept)], max(kept)) if kept else (None, start)
             found += [] if end is None else [end]
             self.bar.update()
         return found
-
-    def _end_of(self, path: str, options: Mapping[str, Any], start: float) -> tuple[_Candidate | None, float]:
-        """Find the sparsest candidate of a path that keeps the goal, and its sparsity; None, and `start`, where there is none."""
-        points: list[tuple[float, float]] = []
-        made: dict[float, _Candidate] = {}
-        while len(points) < STEPS and (s := next_sparsity(points, start)) is not None:
-            s = round(s, 4)
-            candidate = self._made(path, s, options)
-            if candidate is None:
-                break
-            made[s] = candidate
-            f = candidate.fidelity
-            assert f is not None
-            # Over the goal: KL, or the CE delta less two standard errors. At most 1 keeps it.
-            excess = max(f.kl, f.ce_delta - 2 * (f.ce_delta_se or 0.0)) / self.goal
-            points.append((s, math.log(max(excess, 1e-12))))
-        kept = [s for s, log in points if log <= 0]
-        for s, candidate in made.items():
-            if s not in kept:
-                candidate.outcome = "over the goal"
-            elif s != max(kept):
-                candidate.outcome = "denser than the goal asks"
-        return (made[max(kept)], max(kept)) if kept else (None, start)
 
     def _made(self, path: str, sparsity: float, options: Mapping[str, Any]) -> _Candidate | None:
         """Make a candidate, with its fidelity on the held-out text; None where there is no time for it."""
@@ -387,7 +385,12 @@ class _Search:
         candidate.of = share
         train, validation = (_part(split, share) for split in (self.task.train, self.task.validation))
         candidate.scores = attribute(self.model, candidate.factors, train, dense=self.dense)
-        candidate.row = self._cheapest(candidate, validation)
+        # Find the prefix of the fewest edges that reaches the threshold on these prompts, the grid refined once around it.
+        assert candidate.scores is not None
+        look = partial(evaluate, self.model, candidate.factors, validation, candidate.scores, random_sets=0, dense=self.dense)
+        row = look().row_of(self.threshold, "edges")
+        lengths = [] if row is None else _between(int(row["units"]), candidate.scores.n_units)
+        candidate.row = look(grid=lengths).row_of(self.threshold, "edges") if lengths else row
 
     def _better(self, candidates: list[_Candidate], share: float) -> list[_Candidate]:
         """Take the cheaper half (in the end the cheapest), and an exact one."""
@@ -400,14 +403,6 @@ class _Search:
             elif not candidate.outcome and candidate not in (*kept[:n], *exact):
                 candidate.outcome = f"more edges, {share:.0%} of prompts"
         return [*kept[:n], *exact]
-
-    def _cheapest(self, candidate: _Candidate, split: TaskSplit) -> dict[str, Any] | None:
-        """Find the prefix of the fewest edges that reaches the threshold on these prompts, the grid refined once around it."""
-        assert candidate.scores is not None
-        look = partial(evaluate, self.model, candidate.factors, split, candidate.scores, random_sets=0, dense=self.dense)
-        row = look().row_of(self.threshold, "edges")
-        lengths = [] if row is None else _between(int(row["units"]), candidate.scores.n_units)
-        return look(grid=lengths).row_of(self.threshold, "edges") if lengths else row
 
     # ------------------------------------------------------------------ judgement
 

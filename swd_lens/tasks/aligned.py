@@ -100,7 +100,23 @@ def aligned_prompts(model: Any, prompts: Any, n: int = 16, *, like: int | None =
         both = {name: (*getattr(group, name), *getattr(added, name)) for name in _OF_ROWS}
         group = replace(group, **both)
     kept = {reason: count for reason, count in left_out.items() if count}
-    return Aligned(group, 0 if added is None else len(added), kept, _roles(model, group))
+    # Name the positions. Words count as the same with and without the space before them.
+    sides = {ANSWER: group.answer_ids, WRONG: group.distractor_ids}
+    words = {role: [[decoded(model, [token]).strip() for token in ids] for ids in side] for role, side in sides.items()}
+    roles = []
+    for column in torch.stack(list(group.tokens)).T.tolist():
+        texts = [decoded(model, [token]) for token in column]
+        space = "·" if all(text.startswith(" ") for text in texts) else ""
+        own = [
+            role
+            for role, of_prompts in words.items()
+            if all(text.strip() in of_prompt for text, of_prompt in zip(texts, of_prompts, strict=True))
+        ]
+        if len(set(column)) == 1:
+            roles.append(visible_token(texts[0]))
+        else:
+            roles.append(space + (own[0] if own else f"[{Counter(texts).most_common(1)[0][0].strip()} …]"))
+    return Aligned(group, 0 if added is None else len(added), kept, tuple(roles))
 
 
 def groups_of(split: TaskSplit) -> list[int]:
@@ -127,23 +143,3 @@ def _variants(model: Any, group: TaskSplit, n: int) -> TaskSplit | None:
 
     collector.fill((example for example in drawn if fits(example)), n)
     return collector.finish() if collector.kept else None
-
-
-def _roles(model: Any, group: TaskSplit) -> tuple[str, ...]:
-    """Name the positions. Words count as the same with and without the space before them."""
-    sides = {ANSWER: group.answer_ids, WRONG: group.distractor_ids}
-    words = {role: [[decoded(model, [token]).strip() for token in ids] for ids in side] for role, side in sides.items()}
-    roles = []
-    for column in torch.stack(list(group.tokens)).T.tolist():
-        texts = [decoded(model, [token]) for token in column]
-        space = "·" if all(text.startswith(" ") for text in texts) else ""
-        own = [
-            role
-            for role, of_prompts in words.items()
-            if all(text.strip() in of_prompt for text, of_prompt in zip(texts, of_prompts, strict=True))
-        ]
-        if len(set(column)) == 1:
-            roles.append(visible_token(texts[0]))
-        else:
-            roles.append(space + (own[0] if own else f"[{Counter(texts).most_common(1)[0][0].strip()} …]"))
-    return tuple(roles)

@@ -129,31 +129,27 @@ def check_units(host: Host, site: Site, f: Units) -> None:
 def check_weights(host: Host, site: Site, f: Units) -> None:
     """Refuse units that were made from another W than the host has now. Raises AttachError: see the module's docstring."""
     if any(key.startswith("needs_") for key in f.provenance):
-        _check_needs(host, site, f.provenance)
+        # Refuse a host without what a SAELens object needs beyond the hook's name (saelens.py).
+        cfg, folded = host.model.cfg, host.processing()["fold_ln"]
+        if f.provenance.get("needs_folded_ln", folded) != folded:
+            needed = f.provenance["needs_folded_ln"]
+            side = "before" if needed else "after"
+            raise AttachError(
+                f"{site.name}: these units read the LayerNorm's output {side} its weight and bias, this host has "
+                f"fold_ln={folded}; load it with fold_ln={needed}"
+            )
+        if f.provenance.get("needs_ungated_mlp") and getattr(cfg, "gated_mlp", False):
+            raise AttachError(
+                f"{site.name}: these units were trained on {f.provenance.get('hook_name')}, which is the gate's output in a "
+                "gated MLP like this host's; they belong to a model without a gate"
+            )
+        if f.provenance.get("needs_no_post_norm") and getattr(cfg, "use_normalization_before_and_after", False):
+            raise AttachError(
+                f"{site.name}: these units were trained on {f.provenance.get('hook_name')}, which this host normalizes once "
+                "more before it is written (use_normalization_before_and_after); they belong to a model without that norm"
+            )
     if not same_weights(host, site, f.provenance) or not same_input(host, site, getattr(f, "origin", None)):
         raise _difference(host, site, f)
-
-
-def _check_needs(host: Host, site: Site, provenance: Mapping[str, Any]) -> None:
-    """Refuse a host without what a SAELens object needs beyond the hook's name (saelens.py)."""
-    cfg, folded = host.model.cfg, host.processing()["fold_ln"]
-    if provenance.get("needs_folded_ln", folded) != folded:
-        needed = provenance["needs_folded_ln"]
-        side = "before" if needed else "after"
-        raise AttachError(
-            f"{site.name}: these units read the LayerNorm's output {side} its weight and bias, this host has "
-            f"fold_ln={folded}; load it with fold_ln={needed}"
-        )
-    if provenance.get("needs_ungated_mlp") and getattr(cfg, "gated_mlp", False):
-        raise AttachError(
-            f"{site.name}: these units were trained on {provenance.get('hook_name')}, which is the gate's output in a "
-            "gated MLP like this host's; they belong to a model without a gate"
-        )
-    if provenance.get("needs_no_post_norm") and getattr(cfg, "use_normalization_before_and_after", False):
-        raise AttachError(
-            f"{site.name}: these units were trained on {provenance.get('hook_name')}, which this host normalizes once "
-            "more before it is written (use_normalization_before_and_after); they belong to a model without that norm"
-        )
 
 
 def _difference(host: Host, site: Site, f: Any) -> Exception:

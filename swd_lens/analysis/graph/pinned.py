@@ -80,7 +80,20 @@ def positions(nodes: Sequence[Mapping[str, Any]], pinned: Sequence[str], superno
         supernodes: [name, node_id, ...] of each group.
     """
     boxes = sorted(_boxes(nodes, set(pinned[:_MOST]), supernodes), key=lambda box: box.order)
-    placed = _placed(boxes)
+    # Positions of the boxes, in their order.
+    rows: list[list[int]] = []
+    for level in sorted({round(box.row) for box in boxes}):
+        of_level = sorted((i for i, box in enumerate(boxes) if round(box.row) == level), key=lambda i: boxes[i].column)
+        n_rows = -(-len(of_level) // _IN_A_ROW)
+        # What does not fit into one row stands in several, each from left to right.
+        rows += [of_level[part::n_rows] for part in range(n_rows)]
+    last = max((box.column for box in boxes), default=0.0) or 1.0
+    places: dict[int, tuple[float, float]] = {}
+    for level, row in enumerate(rows):
+        y = _HIGH * (1 - level / max(len(rows) - 1, 1))
+        xs = _apart([boxes[i].column / last * _WIDE for i in row])
+        places |= {i: (x, y) for i, x in zip(row, xs, strict=True)}
+    placed = [places[i] for i in range(len(boxes))]
     spare = [(i % _IN_A_ROW * _WIDE / _IN_A_ROW, 1000.0) for i in range(_MOST - len(boxes))]
     return " ".join(f"{x:.0f} {y:.0f}" for x, y in [*placed, *spare])
 
@@ -103,23 +116,6 @@ def _boxes(nodes: Sequence[Mapping[str, Any]], pinned: set[str], supernodes: Seq
         rows, columns = ([value(node) for node in members] for value in (row, lambda node: node["ctx_idx"]))
         boxes.append(_Box(",".join(sorted(features)), sum(rows) / len(rows), sum(columns) / len(columns)))
     return boxes
-
-
-def _placed(boxes: Sequence[_Box]) -> list[tuple[float, float]]:
-    """Positions of the boxes, in their order."""
-    rows: list[list[int]] = []
-    for level in sorted({round(box.row) for box in boxes}):
-        of_level = sorted((i for i, box in enumerate(boxes) if round(box.row) == level), key=lambda i: boxes[i].column)
-        n_rows = -(-len(of_level) // _IN_A_ROW)
-        # What does not fit into one row stands in several, each from left to right.
-        rows += [of_level[part::n_rows] for part in range(n_rows)]
-    last = max((box.column for box in boxes), default=0.0) or 1.0
-    places: dict[int, tuple[float, float]] = {}
-    for level, row in enumerate(rows):
-        y = _HIGH * (1 - level / max(len(rows) - 1, 1))
-        xs = _apart([boxes[i].column / last * _WIDE for i in row])
-        places |= {i: (x, y) for i, x in zip(row, xs, strict=True)}
-    return [places[i] for i in range(len(boxes))]
 
 
 def _apart(xs: Sequence[float]) -> list[float]:

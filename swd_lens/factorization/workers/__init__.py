@@ -57,18 +57,14 @@ def open_workers(workers: int | str = 1, *, threads: int | None = None, retries:
         share = max(1, torch.get_num_threads() // workers)
         backend: Backend = Pool(workers, share if threads is None else threads, retries)
     else:
-        backend = _ray(1 if threads is None else threads, retries)
+        try:
+            import ray  # noqa: F401
+        except ImportError as cause:
+            raise RayMissingError("workers='ray' needs Ray, which is not installed: pip install 'swd-lens[ray]'") from cause
+        from swd_lens.factorization.workers.cluster import Cluster
+
+        backend = Cluster(1 if threads is None else threads, retries)
     try:
         yield Workers(backend, None, alone_here=isinstance(workers, int) and threads is None)
     finally:
         backend.close()
-
-
-def _ray(threads: int, retries: int) -> Backend:
-    try:
-        import ray  # noqa: F401
-    except ImportError as cause:
-        raise RayMissingError("workers='ray' needs Ray, which is not installed: pip install 'swd-lens[ray]'") from cause
-    from swd_lens.factorization.workers.cluster import Cluster
-
-    return Cluster(threads, retries)

@@ -69,30 +69,27 @@ class BridgeHost(BridgeRuns, Host):
             )
         blocks = self.blocks()
         if _ACCEPTED.get(model) != blocks:
-            self._require_matrices(blocks)
+            # Warn of matrices that are no sites; raise where no matrix is one, or some are packed or have an adapter.
+            require_no_adapter(self.model.original_model)
+            if (packed := packed_in(self.model.original_model)) is not None:
+                raise UnsupportedHostError(
+                    f"{packed}, no plain tensor: swd_lens factorizes what h @ W multiplies by. Load the model unquantized, or "
+                    "dequantize it first"
+                )
+            others = [f"blocks.{layer}.{other}" for layer, block in enumerate(blocks) for other in block.other_matrices]
+            if not any(block.shapes for block in blocks):
+                raise UnsupportedHostError(
+                    f"found no matrix to factorize in this bridge ({type(self.model.adapter).__name__}); its blocks have "
+                    f"{', '.join(others[:4]) or 'no matrices'}, and swd_lens needs plain nn.Linear or Conv1D projections"
+                )
+            share = sum(block.numel_left for block in blocks) / matrix_entries(self)
+            if others and share >= _LEFT:
+                more = " ..." if len(others) > 4 else ""
+                warn(
+                    f"{len(others)} parts of this bridge hold matrices that are no sites: {', '.join(others[:4])}{more}; "
+                    f"'all' leaves them out, which is {share:.2%} of the entries of its blocks' matrices"
+                )
             _ACCEPTED[model] = blocks
-
-    def _require_matrices(self, blocks: tuple[BlockShapes, ...]) -> None:
-        """Warn of matrices that are no sites; raise where no matrix is one, or some are packed or have an adapter."""
-        require_no_adapter(self.model.original_model)
-        if (packed := packed_in(self.model.original_model)) is not None:
-            raise UnsupportedHostError(
-                f"{packed}, no plain tensor: swd_lens factorizes what h @ W multiplies by. Load the model unquantized, or "
-                "dequantize it first"
-            )
-        others = [f"blocks.{layer}.{other}" for layer, block in enumerate(blocks) for other in block.other_matrices]
-        if not any(block.shapes for block in blocks):
-            raise UnsupportedHostError(
-                f"found no matrix to factorize in this bridge ({type(self.model.adapter).__name__}); its blocks have "
-                f"{', '.join(others[:4]) or 'no matrices'}, and swd_lens needs plain nn.Linear or Conv1D projections"
-            )
-        share = sum(block.numel_left for block in blocks) / matrix_entries(self)
-        if others and share >= _LEFT:
-            more = " ..." if len(others) > 4 else ""
-            warn(
-                f"{len(others)} parts of this bridge hold matrices that are no sites: {', '.join(others[:4])}{more}; "
-                f"'all' leaves them out, which is {share:.2%} of the entries of its blocks' matrices"
-            )
 
     # ------------------------------------------------------------------ sites
 

@@ -42,7 +42,23 @@ class HookedTransformerHost(HookedRuns, Host):
 
     def __init__(self, model: Any):
         self.model = model
-        _refuse_unsupported(model)
+        # Name what stands in the way, before anything is touched.
+        cfg = model.cfg
+        if getattr(cfg, "load_in_4bit", False):
+            raise UnsupportedHostError("cfg.load_in_4bit is on: quantized weights are not supported. Load the model without it.")
+        if getattr(cfg, "positional_embedding_type", "") == "shortformer":
+            raise UnsupportedHostError(
+                "cfg.positional_embedding_type is 'shortformer': it feeds Q and K another input than V, so attn_qkv has no "
+                "single input. Take a model with other positions"
+            )
+        for where in ("attn",) if cfg.attn_only else ("attn", "mlp"):
+            component = type(getattr(model.blocks[0], where))
+            if component not in PLAIN_TO_FACTORED and component not in FACTORED_TO_PLAIN:
+                known = ", ".join(plain.__name__ for plain in PLAIN_TO_FACTORED)
+                raise UnsupportedHostError(
+                    f"blocks.0.{where} is a {component.__name__}; swd_lens injects into {known}. A TransformerBridge leaves "
+                    'such parts out: load_host(name, kind="bridge")'
+                )
 
     # ------------------------------------------------------------------ sites and weights
 
@@ -260,23 +276,3 @@ def _affine_of(norm: Any) -> Affine:
     """Weight and bias of a TransformerLens norm; LayerNormPre and RMSNormPre have neither, RMSNorm no bias."""
     weight, bias = getattr(norm, "w", None), getattr(norm, "b", None)
     return Affine(*(None if t is None else t.detach().float() for t in (weight, bias)))
-
-
-def _refuse_unsupported(model: Any) -> None:
-    """Name what stands in the way, before anything is touched."""
-    cfg = model.cfg
-    if getattr(cfg, "load_in_4bit", False):
-        raise UnsupportedHostError("cfg.load_in_4bit is on: quantized weights are not supported. Load the model without it.")
-    if getattr(cfg, "positional_embedding_type", "") == "shortformer":
-        raise UnsupportedHostError(
-            "cfg.positional_embedding_type is 'shortformer': it feeds Q and K another input than V, so attn_qkv has no "
-            "single input. Take a model with other positions"
-        )
-    for where in ("attn",) if cfg.attn_only else ("attn", "mlp"):
-        component = type(getattr(model.blocks[0], where))
-        if component not in PLAIN_TO_FACTORED and component not in FACTORED_TO_PLAIN:
-            known = ", ".join(plain.__name__ for plain in PLAIN_TO_FACTORED)
-            raise UnsupportedHostError(
-                f"blocks.0.{where} is a {component.__name__}; swd_lens injects into {known}. A TransformerBridge leaves "
-                'such parts out: load_host(name, kind="bridge")'
-            )
