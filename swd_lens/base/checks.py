@@ -13,11 +13,7 @@ from swd_lens.base.errors import quoted
 
 
 def one_of(name: str, value: Any, choices: Iterable[Any], error: type[Exception] = ValueError) -> None:
-    """Require that a value is among the choices.
-
-    Raises:
-        error: it is not; the message lists them.
-    """
+    """Require that a value is among the choices. Raises error: it is not; the message lists them."""
     choices = list(choices)
     if value not in choices:
         raise error(f"{name} must be one of {', '.join(map(repr, choices))}, got {quoted(value)}")
@@ -32,14 +28,8 @@ def bounded(
     whole: bool = True,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Require a number from `least` to `most`, both allowed; NaN and True are no numbers.
-
-    Args:
-        whole: only whole numbers (NumPy's, too).
-
-    Raises:
-        error: it is none; the message says the bounds.
-    """
+    """Require a number from `least` to `most`, both allowed; NaN and True are no numbers. whole: only whole numbers (NumPy's,
+    too). Raises error: it is none; the message says the bounds."""
     kind: Any = Integral if whole else Real
     if isinstance(value, kind) and not isinstance(value, bool) and least <= value <= most:  # NaN fails this, too
         return

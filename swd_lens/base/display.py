@@ -52,15 +52,10 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Folded:
-    """A part of a card that shows itself on a click: settings, provenance, whatever is looked up and not read.
+    """A part of a card that shows itself on a click: settings, provenance, whatever is looked up and not read."""
 
-    Attributes:
-        summary: what there is to unfold.
-        part: whatever a card takes.
-    """
-
-    summary: str
-    part: Any
+    summary: str  # what there is to unfold
+    part: Any  # whatever a card takes
 
 
 def card(title: str, *parts: Any) -> str:

@@ -196,10 +196,7 @@ def _set_precision(of_process: str | None, of_backends: dict[Any, str]) -> None:
 
 @interrupts.joint
 def claim(model: Any) -> None:
-    """Give this host to the marked call that runs, until it ends; outside of one nothing is done.
-
-    Raises:
-        HostInUseError: another thread uses it.
-    """
+    """Give this host to the marked call that runs, until it ends; outside of one nothing is done. Raises HostInUseError:
+    another thread uses it."""
     if (call := _thread.call) is not None:
         take(model, call.name, call, call.push)

@@ -36,16 +36,11 @@ _OF_BACKWARD = 4  # a pass with gradients has this part of the tokens at once: i
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of runs on the prompts of a split, in the split's order.
+    """Results of runs on the prompts of a split, in the split's order."""
 
-    Attributes:
-        margins: (run, prompt) in logits.
-        correct: (run, prompt) 1.0, 0.0, or NaN where a metric knows no right and wrong.
-        kl: (run, prompt) KL(unpruned || run) at the scoring position in nats; NaN where it was not asked for.
-    """
-
-    margins: Float[Tensor, "run prompt"]
-    correct: Float[Tensor, "run prompt"]
+    margins: Float[Tensor, "run prompt"]  # (run, prompt) in logits
+    correct: Float[Tensor, "run prompt"]  # (run, prompt) 1.0, 0.0, or NaN where a metric knows no right and wrong
+    # (run, prompt) KL(unpruned || run) at the scoring position in nats; NaN where it was not asked for
     kl: Float[Tensor, "run prompt"]
 
     @classmethod

@@ -44,19 +44,14 @@ _MOST_SHARE = 10  # of a threshold; a percentage that was meant is more
 
 @dataclass(frozen=True)
 class Margins:
-    """Margins of prompts in logits, the same prompts everywhere.
+    """Margins of prompts in logits, the same prompts everywhere."""
 
-    Attributes:
-        keep, ablate: with a circuit kept (all other units at their reference activation) and with it ablated.
-        full, empty: with all units, and with every unit at its reference activation.
-        dense: of the dense host.
-    """
-
+    # keep, ablate: with a circuit kept (all other units at their reference activation) and with it ablated
     keep: Float[Tensor, "circuit prompt"]
     ablate: Float[Tensor, "circuit prompt"]
-    full: Float[Tensor, " prompt"]
+    full: Float[Tensor, " prompt"]  # full, empty: with all units, and with every unit at its reference activation
     empty: Float[Tensor, " prompt"]
-    dense: Float[Tensor, " prompt"]
+    dense: Float[Tensor, " prompt"]  # of the dense host
 
     def by_content(self, contents: Sequence[Hashable]) -> "Margins":
         """One margin per content in place of one per prompt, see `by_content`."""
@@ -98,17 +93,11 @@ def contents_of(split: TaskSplit) -> list[str]:
 
 @dataclass(frozen=True)
 class Carried:
-    """Margin that the units of a surface carry of a task, in logits.
+    """Margin that the units of a surface carry of a task, in logits."""
 
-    Attributes:
-        logits: Q(full) - Q(empty).
-        se: its standard error, paired over prompts; NaN of a single prompt, of which only its own margins are asked.
-        q_dense: the dense host's mean margin.
-    """
-
-    logits: float
-    se: float
-    q_dense: float
+    logits: float  # Q(full) - Q(empty)
+    se: float  # its standard error, paired over prompts; NaN of a single prompt, of which only its own margins are asked
+    q_dense: float  # the dense host's mean margin
 
     @classmethod
     def of(cls, full: Float[Tensor, " prompt"], empty: Float[Tensor, " prompt"], q_dense: float) -> "Carried":
@@ -124,16 +113,12 @@ class Carried:
 
 @dataclass(frozen=True)
 class Threshold:
-    """A value that a circuit has to reach.
+    """A value that a circuit has to reach."""
 
-    Attributes:
-        of: "recovered", "recovered of dense", "sufficiency", "necessity" (a share of the drop that ablating every unit causes,
-            which is what the surface carries), or "drop" (logits).
-        value: how much of it.
-    """
-
+    # "recovered", "recovered of dense", "sufficiency", "necessity" (a share of the drop that ablating every unit causes, which is
+    # what the surface carries), or "drop" (logits)
     of: str
-    value: float | int
+    value: float | int  # how much of it
 
     @classmethod
     def given(

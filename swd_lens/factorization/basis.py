@@ -63,18 +63,13 @@ GROUP_BYTES = 2**30  # activations and gradients of the matrices that are looked
 
 @dataclass(frozen=True)
 class SideCosts(Record):
-    """Cost of an effect on a next token, on either side of one matrix.
+    """Cost of an effect on a next token, on either side of one matrix."""
 
-    Attributes:
-        inputs, outputs: edges of the fewest coordinates that have the share; geometric means over tokens, NaN of none.
-        log_se: standard error of log(inputs / outputs), tokens being the observations; NaN of fewer than two.
-        n_predictions: tokens at which the matrix helps at all.
-    """
-
+    # inputs, outputs: edges of the fewest coordinates that have the share; geometric means over tokens, NaN of none
     inputs: float
     outputs: float
-    log_se: float
-    n_predictions: int
+    log_se: float  # standard error of log(inputs / outputs), tokens being the observations; NaN of fewer than two
+    n_predictions: int  # tokens at which the matrix helps at all
 
     @property
     def ratio(self) -> float | None:

@@ -59,16 +59,12 @@ _WORDS = {"host_sha256": "the host", "tokens_sha256": "calibration tokens", "hel
 class Goal:
     """How far a replacement may move the model on held-out text, in nats per prediction.
 
-    Attributes:
-        kl: KL(dense || replaced) at most.
-        ce: CE(replaced) - CE(dense) at most.
-
     Raises:
         ValueError: neither is given, or one is not above 0.
     """
 
-    kl: float | None = None
-    ce: float | None = None
+    kl: float | None = None  # KL(dense || replaced) at most
+    ce: float | None = None  # CE(replaced) - CE(dense) at most
 
     def __post_init__(self) -> None:
         for name, value in (("kl", self.kl), ("ce", self.ce)):
@@ -165,28 +161,20 @@ def next_sparsity(points: Sequence[tuple[float, float]], start: float) -> float 
 
 @dataclass
 class GoalSearch:
-    """Search for the sparsest factors of every path that keep a goal (steps 3 and 4).
-
-    Attributes:
-        make: factors of a path's options at a sparsity, and, with a folder, the folder that they are written into.
-        folder: that trials lie in until the search is over.
-        asked: what a search that goes on has to have been asked, as plain values.
-        trials: a row for each factorization, in their order.
-        dense: what all trials share of the dense host's runs.
-        refused: why the last sparsity that had too few edges could not be made.
-    """
+    """Search for the sparsest factors of every path that keep a goal (steps 3 and 4)."""
 
     model: Any
     goal: Goal
     paths: Mapping[str, Mapping[str, Any]]
     text: CalibrationText
     heldout: TokenStream
+    # factors of a path's options at a sparsity, and, with a folder, the folder that they are written into
     make: Callable[[float, Mapping[str, Any], Path | None], FactorSet]
-    folder: Path | None = None
-    asked: Mapping[str, Any] = field(default_factory=dict)
-    trials: list[dict[str, Any]] = field(default_factory=list)
-    dense: DenseCache = field(default_factory=DenseCache)
-    refused: BudgetError | None = None
+    folder: Path | None = None  # that trials lie in until the search is over
+    asked: Mapping[str, Any] = field(default_factory=dict)  # what a search that goes on has to have been asked, as plain values
+    trials: list[dict[str, Any]] = field(default_factory=list)  # a row for each factorization, in their order
+    dense: DenseCache = field(default_factory=DenseCache)  # what all trials share of the dense host's runs
+    refused: BudgetError | None = None  # why the last sparsity that had too few edges could not be made
 
     def run(self, progress: bool) -> tuple[dict[str, Any], FactorSet | None]:
         """The row of the best end of a path, and its factors, if they were made now. Raises GoalError: nothing that was tried

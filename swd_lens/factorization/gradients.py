@@ -35,15 +35,10 @@ _WHILE_COLLECTING = "while gradients are taken at its matrices"
 
 
 class AtSite(NamedTuple):
-    """Activations and gradients at one site, of a few rows.
+    """Activations and gradients at one site, of a few rows."""
 
-    Attributes:
-        read: the activations that enter it; None where they were not asked for.
-        gradient: of the rows' cross-entropy summed over predictions, in nats per output.
-    """
-
-    read: Float[Tensor, "rows pos d_in"] | None
-    gradient: Float[Tensor, "rows pos d_out"]
+    read: Float[Tensor, "rows pos d_in"] | None  # the activations that enter it; None where they were not asked for
+    gradient: Float[Tensor, "rows pos d_out"]  # of the rows' cross-entropy summed over predictions, in nats per output
 
 
 # Rows, and which of their next-token predictions count (None: all) -> what was seen at each site.

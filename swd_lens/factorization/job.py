@@ -37,31 +37,21 @@ from swd_lens.units.match import weight_fingerprint
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of a factorization, checked.
+    """The arguments of a factorization, checked."""
 
-    Attributes:
-        model: the host; None where it is not loaded, and only shapes are known.
-        sites: in execution order.
-        tokens: calibration tokens, or (rows, pos) of tokens that are not there yet; None for zero-data.
-        sparsities: site name -> s.
-        how: the other arguments.
-        gram_dtype: of the Grams, decided.
-        bases: site name -> basis, of those that are not solved with the preset's own.
-        basis_by_text: whether the text may say more of them: "asked" (the caller's "auto"), "default", or "no".
-        told: what the text has said (basis.py), as plain values; empty until it has.
-        shard: the part of a larger job that this one is.
-    """
-
-    model: Any
-    sites: tuple[Site, ...]
+    model: Any  # the host; None where it is not loaded, and only shapes are known
+    sites: tuple[Site, ...]  # in execution order
+    # calibration tokens, or (rows, pos) of tokens that are not there yet; None for zero-data
     tokens: TokenStream | tuple[int, int] | None
-    sparsities: Mapping[str, float]
-    how: SolveOptions
-    gram_dtype: Literal["float32", "float64"]
-    bases: Mapping[str, str]
+    sparsities: Mapping[str, float]  # site name -> s
+    how: SolveOptions  # the other arguments
+    gram_dtype: Literal["float32", "float64"]  # of the Grams, decided
+    bases: Mapping[str, str]  # site name -> basis, of those that are not solved with the preset's own
+    # whether the text may say more of them: "asked" (the caller's "auto"), "default", or "no"
     basis_by_text: Literal["asked", "default", "no"] = "no"
+    # what the text has said (basis.py), as plain values; empty until it has
     told: Mapping[str, Any] = field(default_factory=dict)
-    shard: Shard | None = None
+    shard: Shard | None = None  # the part of a larger job that this one is
 
     @classmethod
     def of(

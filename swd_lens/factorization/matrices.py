@@ -35,11 +35,8 @@ class Shape(Site):
 
 
 def matrices_of(shapes: Any, sites: Pattern) -> tuple[Site, ...]:
-    """Name -> (d_in, d_out), or one (d_in, d_out), as matrices: sites where the names are site names.
-
-    Raises:
-        ValueError: no shapes, one that is not a pair of whole numbers of at least 1, or a pattern beside them.
-    """
+    """Name -> (d_in, d_out), or one (d_in, d_out), as matrices: sites where the names are site names. Raises ValueError: no
+    shapes, one that is not a pair of whole numbers of at least 1, or a pattern beside them."""
     if sites != "all":
         raise ValueError(f"sites={quoted(sites)}: every shape given is estimated; leave out those that you do not want")
     named = dict(shapes) if isinstance(shapes, Mapping) else {"matrix": shapes}

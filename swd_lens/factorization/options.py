@@ -18,27 +18,21 @@ CALIBRATIONS = ("sequential", "corrected", "per_block", "dense")
 class SolveOptions:
     """How matrices are factorized; see `swd_lens.factorize` for each.
 
-    Attributes:
-        preset, units, basis: the solver's, for all matrices; a basis of None is the default.
-        settings: further settings of the preset.
-        calibration, batch_size, gram_dtype, weigh_outputs: what each matrix is fitted to.
-        device, workers, threads: where matrices are solved.
-
     Raises:
         ValueError: a value that no factorization can be made with, or a device that is not there.
     """
 
-    preset: str = DEFAULT_PRESET
+    preset: str = DEFAULT_PRESET  # preset, units, basis: the solver's, for all matrices; a basis of None is the default
     units: int | float | str | None = None
     basis: Any = None
-    calibration: str = "sequential"
+    calibration: str = "sequential"  # calibration, batch_size, gram_dtype, weigh_outputs: what each matrix is fitted to
     batch_size: int = 16
     gram_dtype: str = AUTO
     weigh_outputs: bool = False
-    device: str | torch.device | None = None
+    device: str | torch.device | None = None  # device, workers, threads: where matrices are solved
     workers: int | str = 1
     threads: int | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)  # further settings of the preset
 
     def __post_init__(self) -> None:
         one_of("calibration", self.calibration, CALIBRATIONS)

@@ -42,23 +42,14 @@ _READS_MLP_INPUT = ("mlp_gate", "mlp_in")
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Results of calibration for one matrix.
+    """Results of calibration for one matrix."""
 
-    Attributes:
-        gram: (d_in, d_in); None: of an expert to which no token was routed.
-        target: (d_in, d_out), to be factorized in W's place; None: W itself.
-        first_share: of the Gram's trace, from first positions of rows.
-        first: what `Grams.first` has of it.
-        n_routed: tokens that were routed to the expert whose matrix it is; None: every token reads it.
-        output_gram: (d_out, d_out); None where all outputs count the same.
-    """
-
-    gram: Tensor | None
-    target: Tensor | None
-    first_share: float
-    first: Tensor | None = None
-    n_routed: int | None = None
-    output_gram: Tensor | None = None
+    gram: Tensor | None  # (d_in, d_in); None: of an expert to which no token was routed
+    target: Tensor | None  # (d_in, d_out), to be factorized in W's place; None: W itself
+    first_share: float  # of the Gram's trace, from first positions of rows
+    first: Tensor | None = None  # what `Grams.first` has of it
+    n_routed: int | None = None  # tokens that were routed to the expert whose matrix it is; None: every token reads it
+    output_gram: Tensor | None = None  # (d_out, d_out); None where all outputs count the same
 
 
 def _calibrated(grams: Grams, site: str) -> Calibrated:

@@ -40,32 +40,20 @@ class Affine:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run takes up: the residual stream before block `layer` (layer = number of blocks: behind the last one).
+    """Where a run takes up: the residual stream before block `layer` (layer = number of blocks: behind the last one)."""
 
-    Attributes:
-        layer: blocks before it are not run.
-        residual: (batch, pos, d_model); with a kept prefix pos is 1, the last position.
-    """
-
-    layer: int
-    residual: Float[Tensor, "batch pos d_model"]
+    layer: int  # blocks before it are not run
+    residual: Float[Tensor, "batch pos d_model"]  # (batch, pos, d_model); with a kept prefix pos is 1, the last position
 
 
 @dataclass(frozen=True)
 class Begun:
-    """Prompts run up to a block, once for everything that is tried in that block and later ones: `Host.begin`.
+    """Prompts run up to a block, once for everything that is tried in that block and later ones: `Host.begin`."""
 
-    Attributes:
-        layer: the block.
-        earlier: (batch, pos - 1, d_model), what enters it at all positions but the last.
-        last: (batch, 1, d_model), what enters it at the last one.
-        prefix: the shapes alone of what the blocks before it keep.
-    """
-
-    layer: int
-    earlier: Float[Tensor, "batch _earlier d_model"]
-    last: Float[Tensor, "batch 1 d_model"]
-    prefix: Any
+    layer: int  # the block
+    earlier: Float[Tensor, "batch _earlier d_model"]  # (batch, pos - 1, d_model), what enters it at all positions but the last
+    last: Float[Tensor, "batch 1 d_model"]  # (batch, 1, d_model), what enters it at the last one
+    prefix: Any  # the shapes alone of what the blocks before it keep
 
 
 @runtime_checkable
@@ -89,10 +77,7 @@ class Host(Protocol):
 
     def weight(self, site: Site) -> Float[Tensor, "d_in d_out"]:
         """The dense matrix, float32, detached; a copy or a view, never to be written to. Also while the site is swapped.
-
-        Raises:
-            UnsupportedHostError: the site is a whole MLP.
-        """
+        Raises UnsupportedHostError: the site is a whole MLP."""
         ...
 
     def stored_parameters(self, site: Site) -> list[tuple[Mapping[str, Any], str]]:
@@ -220,11 +205,8 @@ class Host(Protocol):
     def unembed(
         self, tokens: Int[Tensor, "batch pos"], residual: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos vocab"]:
-        """Logits of what leaves the last block at some positions of rows.
-
-        Args:
-            tokens: of these positions; only their number counts.
-        """
+        """Logits of what leaves the last block at some positions of rows. tokens: of these positions; only their number
+        counts."""
         ...
 
     def readout(self) -> tuple[Float[Tensor, " d_model"] | None, Float[Tensor, "d_model vocab"]]:

@@ -115,17 +115,11 @@ def load_host(
 
 @dataclass
 class _Loading:
-    """One checkpoint, to be loaded as one kind of host or another; `other` is a kind that the user may try yet.
+    """One checkpoint, to be loaded as one kind of host or another; `other` is a kind that the user may try yet."""
 
-    Attributes:
-        name: as TransformerLens takes it: a name or a folder's path.
-        folder: None of a name.
-        label: what reports call it; None: the name.
-    """
-
-    name: str
-    folder: Path | None
-    label: str | None
+    name: str  # as TransformerLens takes it: a name or a folder's path
+    folder: Path | None  # None of a name
+    label: str | None  # what reports call it; None: the name
     device: str | None
     dtype: torch.dtype
     device_map: Any

@@ -72,22 +72,14 @@ Shown = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Recording:
-    """Tensors that forwards have shown; the last one where a run shows something more than once.
+    """Tensors that forwards have shown; the last one where a run shows something more than once."""
 
-    Attributes:
-        inputs: site name -> (batch, pos, d_in), or what `keep` made of it.
-        outputs: site name -> (batch, pos, d_out).
-        units: name of an attached site -> z, (batch, pos, unit).
-        hooks: name of a hook point -> its tensor; those that were not called are missing.
-        vectors: site name -> how many input vectors it was shown, over all calls.
-        logits: of a run to them: (batch, pos, vocab) of the whole host, (batch, vocab) of the last position.
-    """
-
-    inputs: Shown = field(default_factory=dict)
-    outputs: Shown = field(default_factory=dict)
-    units: Shown = field(default_factory=dict)
-    hooks: Shown = field(default_factory=dict)
-    vectors: Counter[str] = field(default_factory=Counter)
+    inputs: Shown = field(default_factory=dict)  # site name -> (batch, pos, d_in), or what `keep` made of it
+    outputs: Shown = field(default_factory=dict)  # site name -> (batch, pos, d_out)
+    units: Shown = field(default_factory=dict)  # name of an attached site -> z, (batch, pos, unit)
+    hooks: Shown = field(default_factory=dict)  # name of a hook point -> its tensor; those that were not called are missing
+    vectors: Counter[str] = field(default_factory=Counter)  # site name -> how many input vectors it was shown, over all calls
+    # of a run to them: (batch, pos, vocab) of the whole host, (batch, vocab) of the last position
     logits: Float[Tensor, "..."] | None = None
 
 

@@ -132,19 +132,12 @@ class Site:
 
 @dataclass(frozen=True)
 class BlockShapes:
-    """The matrices of one block, as a host reads them.
+    """The matrices of one block, as a host reads them."""
 
-    Attributes:
-        shapes: (kind, d_in, d_out) of every matrix and of the whole MLP.
-        alternatives: kinds among them that overlap others, so that they are no sites proper.
-        other_matrices: parts that hold matrices and are no sites: "mlp: MoEBridge".
-        numel_left: entries of those parts' matrices.
-    """
-
-    shapes: tuple[tuple[str, int, int], ...]
-    alternatives: tuple[str, ...]
-    other_matrices: tuple[str, ...] = ()
-    numel_left: int = 0
+    shapes: tuple[tuple[str, int, int], ...]  # (kind, d_in, d_out) of every matrix and of the whole MLP
+    alternatives: tuple[str, ...]  # kinds among them that overlap others, so that they are no sites proper
+    other_matrices: tuple[str, ...] = ()  # parts that hold matrices and are no sites: "mlp: MoEBridge"
+    numel_left: int = 0  # entries of those parts' matrices
 
 
 @lru_cache(maxsize=64)
@@ -305,16 +298,12 @@ class Ends:
 
     mlp_out reads MLP neurons, attn_o head by head; both write residual dimensions. attn_qkv writes the heads of Q, K and V one
     after the other; mlp_in and mlp_gate write neurons.
-
-    Attributes:
-        n_heads, n_kv_heads, d_head: the host's attention.
-        other_attention: layers whose attention has other heads than these (linear attention).
     """
 
-    n_heads: int
+    n_heads: int  # n_heads, n_kv_heads, d_head: the host's attention
     n_kv_heads: int
     d_head: int
-    other_attention: frozenset[int]
+    other_attention: frozenset[int]  # layers whose attention has other heads than these (linear attention)
 
     @classmethod
     def of(cls, host: Any) -> "Ends":

@@ -27,15 +27,10 @@ from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Where a site's matrix is kept.
+    """Where a site's matrix is kept."""
 
-    Attributes:
-        parameter: the host's own, of whatever shape and dtype it has.
-        transposed: whether it is kept as (d_out, d_in).
-    """
-
-    parameter: nn.Parameter
-    transposed: bool
+    parameter: nn.Parameter  # the host's own, of whatever shape and dtype it has
+    transposed: bool  # whether it is kept as (d_out, d_in)
 
     def matrix(self) -> Float[Tensor, "d_in d_out"]:
         """The parameter as (d_in, d_out), in its own dtype: a detached view, which changes with it."""

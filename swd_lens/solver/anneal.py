@@ -64,22 +64,15 @@ BORN = (0.1, 0.88)
 
 @dataclass(frozen=True)
 class Phase:
-    """Settings of one alternation.
+    """Settings of one alternation."""
 
-    Attributes:
-        blend, rho, ridge, steps: g, the penalty, the ridge, ADMM steps.
-        balance: how far budgets move.
-        held_back: the share of its budget that a factor that grows has not yet.
-        last: whether it is the last.
-    """
-
-    blend: float
+    blend: float  # blend, rho, ridge, steps: g, the penalty, the ridge, ADMM steps
     rho: float
     ridge: float
     steps: int
-    balance: float
-    held_back: float
-    last: bool
+    balance: float  # how far budgets move
+    held_back: float  # the share of its budget that a factor that grows has not yet
+    last: bool  # whether it is the last
 
     @classmethod
     def at(cls, t: int, metric: Metric, spec: AnnealSpec) -> "Phase":

@@ -46,12 +46,8 @@ def cost(
     outputs_weighed: bool = False,
     **overrides: Any,
 ) -> Cost:
-    """Cost of solve(weight (d_in, d_out), gram if calibrated, sparsity, output_gram if outputs_weighed, ...); the sparsity itself
-    hardly matters.
-
-    Raises:
-        SpecError, SparsityError, UnitsError: as `solve`.
-    """
+    """Cost of solve(weight (d_in, d_out), gram if calibrated, sparsity, output_gram if outputs_weighed, ...); the sparsity
+    itself hardly matters. Raises SpecError, SparsityError, UnitsError: as `solve`."""
     spec = resolve(preset, overrides)
     check_sparsity(sparsity)
     width = resolve_units(units, d_in, d_out, spec)

@@ -35,19 +35,13 @@ from swd_lens.solver.validate import check_gram, check_sparsity, check_tokens, c
 
 @dataclass(frozen=True)
 class Solution:
-    """Sparse read and write factor that the solver found, float32, on the weight's device.
-
-    Attributes:
-        settings: every value used, and the entries kept.
-        solver: name of the algorithm, "anneal", "dsf", "prune" or "svd_prune".
-        weight: the float32 W that was solved for.
-    """
+    """Sparse read and write factor that the solver found, float32, on the weight's device."""
 
     read: Float[Tensor, "d_in unit"]
     write: Float[Tensor, "unit d_out"]
-    settings: dict[str, Any]
-    solver: str
-    weight: Float[Tensor, "d_in d_out"]
+    settings: dict[str, Any]  # every value used, and the entries kept
+    solver: str  # name of the algorithm, "anneal", "dsf", "prune" or "svd_prune"
+    weight: Float[Tensor, "d_in d_out"]  # the float32 W that was solved for
 
 
 @with_torch_defaults

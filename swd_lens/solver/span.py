@@ -27,21 +27,15 @@ from swd_lens.solver.support import first_largest, keep_exactly
 
 @dataclass(frozen=True)
 class Search:
-    """Effort of `sparsest_basis`.
+    """Effort of `sparsest_basis`."""
 
-    Attributes:
-        rounds: of constraints.
-        exchanges: of all vectors against the dual basis.
-        first, later, exchanged: ADMM steps between changes of the weights, in the first round, in later ones, in an exchange.
-        constraints: in a round, per vector that is missing.
-    """
-
-    rounds: int = 6
-    exchanges: int = 4
+    rounds: int = 6  # of constraints
+    exchanges: int = 4  # of all vectors against the dual basis
+    # first, later, exchanged: ADMM steps between changes of the weights, in the first round, in later ones, in an exchange
     first: tuple[int, ...] = (30,) * 6
     later: tuple[int, ...] = (30,) * 2
     exchanged: tuple[int, ...] = (20,) * 5
-    constraints: int = 2
+    constraints: int = 2  # in a round, per vector that is missing
 
 
 WHOLE = Search()

@@ -82,11 +82,8 @@ class ShrinkingSpec(SolveSpec):
 
 @dataclass(frozen=True)
 class DsfSpec(SolveSpec):
-    """Hyper-parameters of the Double Sparse Factorization solver (paper, app. swd-optimization; method.md §5.2).
-
-    Raises:
-        SpecError: a value outside its range; the message names field, value and range.
-    """
+    """Hyper-parameters of the Double Sparse Factorization solver (paper, app. swd-optimization; method.md §5.2). Raises
+    SpecError: a value outside its range; the message names field, value and range."""
 
     solver: ClassVar[str] = "dsf"
     role: ClassVar[str] = "paper"
@@ -171,10 +168,7 @@ class DsfSpec(SolveSpec):
 @dataclass(frozen=True)
 class AnnealSpec(ShrinkingSpec):
     """Hyper-parameters of the annealed solver (anneal.py). Measured on the golden matrices; see tests/benchmarks/RESULTS.md.
-
-    Raises:
-        SpecError: a value outside its range; the message names field, value and range.
-    """
+    Raises SpecError: a value outside its range; the message names field, value and range."""
 
     solver: ClassVar[str] = "anneal"
     any_width: ClassVar[bool] = True
@@ -292,11 +286,8 @@ class AnnealSpec(ShrinkingSpec):
 
 @dataclass(frozen=True)
 class PruneSpec(ShrinkingSpec):
-    """Hyper-parameters of pruning (prune.py): W itself made sparse, its coordinates as units.
-
-    Raises:
-        SpecError: a value outside its range; the message names field, value and range.
-    """
+    """Hyper-parameters of pruning (prune.py): W itself made sparse, its coordinates as units. Raises SpecError: a value
+    outside its range; the message names field, value and range."""
 
     solver: ClassVar[str] = "prune"
     role: ClassVar[str] = "control"
@@ -315,11 +306,8 @@ class PruneSpec(ShrinkingSpec):
 
 @dataclass(frozen=True)
 class SvdPruneSpec(ShrinkingSpec):
-    """Hyper-parameters of pruning the singular vectors (svd_prune.py).
-
-    Raises:
-        SpecError: a value outside its range; the message names field, value and range.
-    """
+    """Hyper-parameters of pruning the singular vectors (svd_prune.py). Raises SpecError: a value outside its range; the
+    message names field, value and range."""
 
     solver: ClassVar[str] = "svd_prune"
     role: ClassVar[str] = "control"
@@ -331,12 +319,8 @@ class SvdPruneSpec(ShrinkingSpec):
 
 @dataclass(frozen=True)
 class Step:
-    """Outer iteration `iteration` (from 1) of `total` is done.
-
-    Attributes:
-        relmse: computes the relMSE reached so far, under the Gram the solver sees (a product of the factors: call it
-            every few seconds, not every time). Valid during the callback only.
-    """
+    """Outer iteration `iteration` (from 1) of `total` is done. relmse: computes the relMSE reached so far, under the Gram the
+    solver sees (a product of the factors: call it every few seconds, not every time). Valid during the callback only."""
 
     iteration: int
     total: int

@@ -255,23 +255,16 @@ def _needed(model: Any, task: Task, progress: bool) -> list[str]:
 
 @dataclass
 class _Candidate:
-    """A replacement, and what the last round said of it.
-
-    Attributes:
-        fidelity: on the held-out text; None of an exact one, until it has won.
-        path: of a goal; None of an exact one.
-        of: the share of prompts that its prefix is of.
-        row: the cheapest prefix on validation prompts; None where none recovers enough.
-    """
+    """A replacement, and what the last round said of it."""
 
     method: str
     factors: FactorSet
     seconds: float
-    fidelity: Fidelity | None
-    path: str | None
-    of: float = SHARES[0]
+    fidelity: Fidelity | None  # on the held-out text; None of an exact one, until it has won
+    path: str | None  # of a goal; None of an exact one
+    of: float = SHARES[0]  # the share of prompts that its prefix is of
     scores: UnitScores | None = None
-    row: Mapping[str, Any] | None = None
+    row: Mapping[str, Any] | None = None  # the cheapest prefix on validation prompts; None where none recovers enough
     outcome: str = ""
 
     @property

@@ -45,17 +45,11 @@ def sizes_of(sparsities: Iterable[float | int], kl: float | None, ce: float | No
 
 @dataclass(frozen=True)
 class SolvedMethod:
-    """A method of a study that the solver makes.
+    """A method of a study that the solver makes."""
 
-    Attributes:
-        size: a sparsity, or a goal, for which the sparsest factors are searched.
-        options: of `factorize`.
-        control: a key of SOLVED; None: what the study is about.
-    """
-
-    size: float | Goal
-    options: Mapping[str, Any]
-    control: str | None = None
+    size: float | Goal  # a sparsity, or a goal, for which the sparsest factors are searched
+    options: Mapping[str, Any]  # of `factorize`
+    control: str | None = None  # a key of SOLVED; None: what the study is about
 
     def without_edges(self, sites: Iterable[Site]) -> Site | None:
         """The first site whose K is too small for the paper's solver, which needs more edges than ours; None where there is no

@@ -188,19 +188,13 @@ def _measured(name: str, group: Sequence["Candidate"], surface: "Surface", held:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A point to be measured.
-
-    Attributes:
-        about: how its method was made; plain values.
-        identity: what decides the replacement's weights, as JSON gives it back; None where nobody can say.
-        make: gives the replacement, site name -> Units.
-    """
+    """A point to be measured."""
 
     tokens: int
     kind: str
-    about: Mapping[str, Any]
-    identity: Mapping[str, Any] | None
-    make: Callable[[], Mapping[str, Units]]
+    about: Mapping[str, Any]  # how its method was made; plain values
+    identity: Mapping[str, Any] | None  # what decides the replacement's weights, as JSON gives it back; None where nobody can say
+    make: Callable[[], Mapping[str, Units]]  # gives the replacement, site name -> Units
 
 
 # The points of one method, one after the other.
@@ -209,18 +203,13 @@ Series = Callable[[], Iterator[Candidate]]
 
 @dataclass(frozen=True)
 class Surface:
-    """Where methods are measured: one matrix, or a whole MLP.
-
-    Attributes:
-        fits: the folder of fits that are not measured yet; None: they are not kept.
-        checkpoints: tokens of a training's checkpoints that are measured, beside the last; None: all.
-        texts: how many rows -> those rows, with what was collected of them.
-    """
+    """Where methods are measured: one matrix, or a whole MLP."""
 
     model: Any
     site: Site
-    fits: Path | None = None
-    checkpoints: Sequence[int] | None = None
+    fits: Path | None = None  # the folder of fits that are not measured yet; None: they are not kept
+    checkpoints: Sequence[int] | None = None  # tokens of a training's checkpoints that are measured, beside the last; None: all
+    # how many rows -> those rows, with what was collected of them
     texts: dict[int, CalibrationText] = field(default_factory=dict)
 
     @property

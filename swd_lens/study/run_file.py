@@ -99,21 +99,15 @@ class FactorsRecord(Mapping[str, Mapping[str, Any]]):
 
 @dataclass(frozen=True)
 class Replacement:
-    """One surface replaced by one method.
-
-    Attributes:
-        factors: of exact ones a loaded run has a record only, they are not saved.
-        seconds: that the factors took.
-        role: "swd", "control", or "paper": SWD by the paper's solver, beside that of the study.
-        exact: every matrix is written as a product without an error; a control that is not has as few edges as SWD has.
-    """
+    """One surface replaced by one method."""
 
     surface: str
     method: str
-    factors: FactorSet | FactorsRecord
+    factors: FactorSet | FactorsRecord  # of exact ones a loaded run has a record only, they are not saved
     fidelity: Fidelity
-    seconds: float
-    role: str = "swd"
+    seconds: float  # that the factors took
+    role: str = "swd"  # "swd", "control", or "paper": SWD by the paper's solver, beside that of the study
+    # every matrix is written as a product without an error; a control that is not has as few edges as SWD has
     exact: bool = False
 
     @property

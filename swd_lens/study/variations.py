@@ -46,40 +46,24 @@ _LEAST_TEMPLATES = 2
 
 @dataclass(frozen=True)
 class Setting:
-    """Text, prompts and options that one run is made with.
+    """Text, prompts and options that one run is made with."""
 
-    Attributes:
-        rows: (rows, pos) calibration ids.
-        train: training prompts, for scores and means.
-        options: of `swd_lens.factorize`: sparsity, preset, basis, ...
-        refits: whether factors differ from the base's; else the base's are taken.
-    """
-
-    rows: Int[Tensor, "rows pos"]
-    train: TaskSplit
-    options: Mapping[str, Any]
-    refits: bool = True
+    rows: Int[Tensor, "rows pos"]  # (rows, pos) calibration ids
+    train: TaskSplit  # training prompts, for scores and means
+    options: Mapping[str, Any]  # of `swd_lens.factorize`: sparsity, preset, basis, ..
+    refits: bool = True  # whether factors differ from the base's; else the base's are taken
 
 
 @dataclass
 class Base:
-    """The base setting, and what variations draw from.
+    """The base setting, and what variations draw from."""
 
-    Attributes:
-        pool: (rows, pos) all of the calibration text.
-        train: all training prompts.
-        options: of `swd_lens.factorize`, with the basis that the base run was told.
-        n_units: of the base's factors.
-        corpora: name -> (rows, pos) other texts.
-        seed: of all draws.
-    """
-
-    pool: Int[Tensor, "rows pos"]
-    train: TaskSplit
-    options: Mapping[str, Any]
-    n_units: int
-    corpora: Mapping[str, Int[Tensor, "_rows _pos"]]
-    seed: int
+    pool: Int[Tensor, "rows pos"]  # (rows, pos) all of the calibration text
+    train: TaskSplit  # all training prompts
+    options: Mapping[str, Any]  # of `swd_lens.factorize`, with the basis that the base run was told
+    n_units: int  # of the base's factors
+    corpora: Mapping[str, Int[Tensor, "_rows _pos"]]  # name -> (rows, pos) other texts
+    seed: int  # of all draws
     _texts: dict[Any, CalibrationText] = field(default_factory=dict)
 
     @property

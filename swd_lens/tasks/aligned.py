@@ -35,19 +35,12 @@ _DRAWS = 20  # per prompt that is wanted: names of several tokens make prompts o
 
 @dataclass(frozen=True)
 class Aligned:
-    """Aligned prompts.
+    """Aligned prompts."""
 
-    Attributes:
-        split: of one length and template.
-        drawn: how many of them are variants of the first one, which the split did not have.
-        left_out: reason -> how many prompts of the split.
-        roles: what each position is called.
-    """
-
-    split: TaskSplit
-    drawn: int
-    left_out: Mapping[str, int]
-    roles: tuple[str, ...]
+    split: TaskSplit  # of one length and template
+    drawn: int  # how many of them are variants of the first one, which the split did not have
+    left_out: Mapping[str, int]  # reason -> how many prompts of the split
+    roles: tuple[str, ...]  # what each position is called
 
     @property
     def tokens(self) -> Int[Tensor, "prompt pos"]:

@@ -24,16 +24,11 @@ SPECIAL = "special"
 
 @dataclass(frozen=True, eq=False)
 class Counting:
-    """Which positions count.
+    """Which positions count."""
 
-    Attributes:
-        asked: what was asked for: "special", ids, or None.
-        ids: tokens that are left out, ascending.
-        lengths: (rows,) tokens of text in each row, padding behind them; None where no row is padded.
-    """
-
-    asked: str | tuple[int, ...] | None = None
-    ids: tuple[int, ...] = ()
+    asked: str | tuple[int, ...] | None = None  # what was asked for: "special", ids, or None
+    ids: tuple[int, ...] = ()  # tokens that are left out, ascending
+    # (rows,) tokens of text in each row, padding behind them; None where no row is padded
     lengths: Int[Tensor, " rows"] | None = None
 
     @property

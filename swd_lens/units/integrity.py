@@ -48,15 +48,10 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Offsets:
-    """Constants of transported factors: z = h @ read + unit; y = z @ write + bias + out.
+    """Constants of transported factors: z = h @ read + unit; y = z @ write + bias + out."""
 
-    Attributes:
-        unit: (unit,) added to z.
-        out: (d_out,) added to the output, beside the host's own bias.
-    """
-
-    unit: Float[Tensor, " unit"]
-    out: Float[Tensor, " d_out"]
+    unit: Float[Tensor, " unit"]  # (unit,) added to z
+    out: Float[Tensor, " d_out"]  # (d_out,) added to the output, beside the host's own bias
 
     def to(self, device: torch.device | str) -> "Offsets":
         unit, out = self.unit.to(device), self.out.to(device)
@@ -65,21 +60,13 @@ class Offsets:
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """One activation vector that entered the site, what z must be on k units, and what y must be on k outputs.
+    """One activation vector that entered the site, what z must be on k units, and what y must be on k outputs."""
 
-    Attributes:
-        input: (d_in,) the vector h.
-        units: (k,) int64, the units that are looked at, the largest |z| first.
-        z: (k,) h @ read[:, units], plus the offsets of these units where there are any.
-        outputs: (k,) int64, the outputs that are looked at, the largest |y| first.
-        y: (k,) z @ write[:, outputs] over all units, plus the offsets of these outputs where there are any.
-    """
-
-    input: Float[Tensor, " d_in"]
-    units: Int[Tensor, " k"]
-    z: Float[Tensor, " k"]
-    outputs: Int[Tensor, " m"]
-    y: Float[Tensor, " m"]
+    input: Float[Tensor, " d_in"]  # (d_in,) the vector h
+    units: Int[Tensor, " k"]  # (k,) int64, the units that are looked at, the largest |z| first
+    z: Float[Tensor, " k"]  # (k,) h @ read[:, units], plus the offsets of these units where there are any
+    outputs: Int[Tensor, " m"]  # (k,) int64, the outputs that are looked at, the largest |y| first
+    y: Float[Tensor, " m"]  # (k,) z @ write[:, outputs] over all units, plus the offsets of these outputs where there are any
 
     @classmethod
     def of(

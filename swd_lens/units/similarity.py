@@ -27,17 +27,11 @@ from swd_lens.units.factors import Factors
 @with_torch_defaults
 @dataclass(frozen=True)
 class UnitMatch:
-    """Counterparts of the units of one factorization among those of another.
+    """Counterparts of the units of one factorization among those of another."""
 
-    Attributes:
-        partner: (unit,) the other's unit that each is matched with, -1 where it has none.
-        similarity: (unit,) how alike they are, 0 to 1; 0 without a counterpart.
-        by_number: (unit,) similarity to the other's unit of the same number; 0 where there is none.
-    """
-
-    partner: Int[Tensor, " unit"]
-    similarity: Float[Tensor, " unit"]
-    by_number: Float[Tensor, " unit"]
+    partner: Int[Tensor, " unit"]  # (unit,) the other's unit that each is matched with, -1 where it has none
+    similarity: Float[Tensor, " unit"]  # (unit,) how alike they are, 0 to 1; 0 without a counterpart
+    by_number: Float[Tensor, " unit"]  # (unit,) similarity to the other's unit of the same number; 0 where there is none
 
     def partners(self, units: Iterable[int]) -> list[int]:
         """Counterparts of these units, of those that have one."""

@@ -117,12 +117,9 @@ class UnitSet(Mapping[str, Units]):
         return units.write if isinstance(units, Factors) else getattr(units, "write_weights", None)
 
     def units_named(self, given: Any) -> list[tuple[str, int]]:
-        """Site and index of named units, see `swd_lens.units.keys`; a site's name or a glob stands for all its units.
-
-        Raises:
-            ValueError: something else. Whether there is a unit of this number the caller looks.
-            UnknownSiteError: a pattern that matches none of these sites.
-        """
+        """Site and index of named units, see `swd_lens.units.keys`; a site's name or a glob stands for all its units. Raises
+        ValueError: something else. Whether there is a unit of this number the caller looks; UnknownSiteError: a pattern that
+        matches none of these sites."""
         named: list[tuple[str, int]] = []
         for each in single_units(given):
             if isinstance(each, Site) or (isinstance(each, str) and "/" not in each and not each.isdecimal()):

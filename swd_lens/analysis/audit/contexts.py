@@ -46,17 +46,11 @@ class TokenNames:
 
 @dataclass(frozen=True)
 class Context(PlainRecord):
-    """One place where a unit fires.
+    """One place where a unit fires."""
 
-    Attributes:
-        tokens: the token strings of the window.
-        z: the unit's activation on each of them.
-        peak: index in the window of the position that was ranked.
-    """
-
-    tokens: tuple[str, ...]
-    z: tuple[float, ...]
-    peak: int
+    tokens: tuple[str, ...]  # the token strings of the window
+    z: tuple[float, ...]  # the unit's activation on each of them
+    peak: int  # index in the window of the position that was ranked
 
     def __post_init__(self) -> None:
         n, m = len(self.tokens), len(self.z)

@@ -25,17 +25,12 @@ _AT_ONCE = 2_048  # tokens of a forward
 
 @dataclass(frozen=True)
 class Passage:
-    """From a site's output to what the unembedding reads.
+    """From a site's output to what the unembedding reads."""
 
-    Attributes:
-        weights: (d_model,) of each norm on the way, None where it is one (or folded into the next matrix).
-        centred: whether these norms take the mean out.
-        inverse: mean over positions of 1 / scale, of both norms together.
-    """
-
+    # (d_model,) of each norm on the way, None where it is one (or folded into the next matrix)
     weights: tuple[Float[Tensor, " d_model"] | None, ...]
-    centred: bool
-    inverse: float
+    centred: bool  # whether these norms take the mean out
+    inverse: float  # mean over positions of 1 / scale, of both norms together
 
     def carry(self, write: Float[Tensor, "some d_model"]) -> Float[Tensor, "some d_model"]:
         """Write vectors as the unembedding reads them."""

@@ -46,28 +46,19 @@ class Reading(HeldNorm):
 
 @dataclass(frozen=True)
 class FrozenRun:
-    """One run.
+    """One run."""
 
-    Attributes:
-        embedded: what enters the first block.
-        leaving: what leaves the last one.
-        readings: (layer, "attn" or "mlp") -> how the attention or the MLP of a block reads the residual stream.
-        logits: at the last position, before a soft cap.
-        logit_cap: where the host has one.
-        writings: name of a site -> the norm between its output and the residual stream; of sites that have one.
-        z: name of an attached site -> its units.
-        patterns: layer -> attention pattern.
-        slopes: name of a site before an activation function -> d post / d pre.
-    """
-
-    embedded: Float[Tensor, "_pos d_model"]
-    leaving: Float[Tensor, "_pos d_model"]
+    embedded: Float[Tensor, "_pos d_model"]  # what enters the first block
+    leaving: Float[Tensor, "_pos d_model"]  # what leaves the last one
+    # (layer, "attn" or "mlp") -> how the attention or the MLP of a block reads the residual stream
     readings: Mapping[tuple[int, str], Reading]
-    logits: Float[Tensor, " vocab"]
-    logit_cap: float | None = None
+    logits: Float[Tensor, " vocab"]  # at the last position, before a soft cap
+    logit_cap: float | None = None  # where the host has one
+    # name of a site -> the norm between its output and the residual stream; of sites that have one
     writings: Mapping[str, HeldNorm] = field(default_factory=dict)
-    z: Mapping[str, Float[Tensor, "_pos _unit"]] = field(default_factory=dict)
-    patterns: Mapping[int, Float[Tensor, "head _dest _src"]] = field(default_factory=dict)
+    z: Mapping[str, Float[Tensor, "_pos _unit"]] = field(default_factory=dict)  # name of an attached site -> its units
+    patterns: Mapping[int, Float[Tensor, "head _dest _src"]] = field(default_factory=dict)  # layer -> attention pattern
+    # name of a site before an activation function -> d post / d pre
     slopes: Mapping[str, Float[Tensor, "_pos d_mlp"]] = field(default_factory=dict)
 
     @property

@@ -44,15 +44,10 @@ _SHORTEST_BLOCK = 64
 
 @dataclass
 class _Writes:
-    """A unit's write vector without its zeros.
+    """A unit's write vector without its zeros."""
 
-    Attributes:
-        channels: (written,) the channels it writes, ascending.
-        weights: (written,) what it writes there.
-    """
-
-    channels: Int[Tensor, " written"]
-    weights: Float[Tensor, " written"]
+    channels: Int[Tensor, " written"]  # (written,) the channels it writes, ascending
+    weights: Float[Tensor, " written"]  # (written,) what it writes there
 
 
 class _Projection:

@@ -118,17 +118,12 @@ def _require_activated(site: Site, gated: bool) -> None:
 
 @dataclass(frozen=True)
 class _Paired:
-    """Units of a site that are paired.
-
-    Attributes:
-        units: by energy, largest first.
-        energy: theirs, E[z^2] |B W_out|^2 in float64.
-    """
+    """Units of a site that are paired."""
 
     site: Site
     factors: Factors
-    units: Int[Tensor, " top"]
-    energy: Float[Tensor, " top"]
+    units: Int[Tensor, " top"]  # by energy, largest first
+    energy: Float[Tensor, " top"]  # theirs, E[z^2] |B W_out|^2 in float64
 
     def write(self) -> Float[Tensor, "top d_mlp"]:
         write = self.factors.write.detach()

@@ -59,23 +59,14 @@ def text_of(model: Any, tokens: Any, batch_size: Any, least: int, why: str) -> T
 
 @dataclass(frozen=True, eq=False)
 class SiteRun:
-    """A site with its factors attached, and the text that runs over it.
+    """A site with its factors attached, and the text that runs over it."""
 
-    Attributes:
-        host: with all the factors attached.
-        site: the site.
-        units: the site's.
-        attached: the units of all sites.
-        stream: the text.
-        batch_size: rows per forward.
-    """
-
-    host: Host
-    site: Site
-    units: Factors
-    attached: UnitSet
-    stream: TokenStream
-    batch_size: int
+    host: Host  # with all the factors attached
+    site: Site  # the site
+    units: Factors  # the site's
+    attached: UnitSet  # the units of all sites
+    stream: TokenStream  # the text
+    batch_size: int  # rows per forward
 
     @property
     def n_batches(self) -> int:

@@ -53,19 +53,12 @@ _POSITIONS_ENTER = {
 
 @dataclass(frozen=True)
 class Side:
-    """The units that write the queries, or the keys, of one layer.
+    """The units that write the queries, or the keys, of one layer."""
 
-    Attributes:
-        site: whose units they are.
-        write: (unit, head, d_head) raw write vectors: a query is z @ write + constant.
-        constant: (head, d_head) what is added whatever z: the bias and the factors' output offset.
-        norm: of each head's query or key, or None.
-    """
-
-    site: Site
-    write: Float[Tensor, "unit head d_head"]
-    constant: Float[Tensor, "head d_head"]
-    norm: HeadNorm | None
+    site: Site  # whose units they are
+    write: Float[Tensor, "unit head d_head"]  # (unit, head, d_head) raw write vectors: a query is z @ write + constant
+    constant: Float[Tensor, "head d_head"]  # (head, d_head) what is added whatever z: the bias and the factors' output offset
+    norm: HeadNorm | None  # of each head's query or key, or None
 
     @property
     def n_units(self) -> int:
@@ -177,16 +170,11 @@ def attended_row(model: Any, prompt: Prompt) -> Int[Tensor, " pos"]:
 
 @dataclass(frozen=True)
 class SideRun:
-    """The queries, or the keys (one per key head), of a batch of prompts. Float32.
-
-    Attributes:
-        z: (batch, pos, unit) of the site that writes them.
-        rotation: rotary angles, or None.
-    """
+    """The queries, or the keys (one per key head), of a batch of prompts. Float32."""
 
     side: Side
-    z: Float[Tensor, "batch pos unit"]
-    rotation: Rotation | None
+    z: Float[Tensor, "batch pos unit"]  # (batch, pos, unit) of the site that writes them
+    rotation: Rotation | None  # rotary angles, or None
 
     @cached_property
     def raw(self) -> Float[Tensor, "batch head pos d_head"]:
@@ -235,18 +223,13 @@ class SideRun:
 
 @dataclass(frozen=True)
 class LayerScores:
-    """A batch of prompts in one layer, as its units make it. Float32.
-
-    Attributes:
-        q, k: the two sides (with the same z for units of attn_qkv).
-        shown: the host's scores with units attached, after cap and mask.
-        dense: the host's pattern without units; its rows sum to one also where the host rounds to 8 or 11 bits.
-    """
+    """A batch of prompts in one layer, as its units make it. Float32."""
 
     units: LayerUnits
-    q: SideRun
+    q: SideRun  # q, k: the two sides (with the same z for units of attn_qkv)
     k: SideRun
-    shown: Float[Tensor, "batch head pos pos"]
+    shown: Float[Tensor, "batch head pos pos"]  # the host's scores with units attached, after cap and mask
+    # the host's pattern without units; its rows sum to one also where the host rounds to 8 or 11 bits
     dense: Float[Tensor, "batch head pos pos"]
 
     @property

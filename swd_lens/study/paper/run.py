@@ -182,11 +182,7 @@ def _run(materials: Materials, settings: ItemSettings, overwrite: bool) -> ItemR
 
 
 def results_in(folder: str | Path) -> dict[str, ItemResult]:
-    """The finished items of a folder, in the paper's order.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """The finished items of a folder, in the paper's order. Raises FileNotFoundError: there is none."""
     files = {name: Path(folder) / name / RESULT for name in ITEMS}
     finished = {name: ItemResult.load(path) for name, path in files.items() if path.is_file()}
     if not finished:

@@ -215,17 +215,11 @@ def random_b_seeds(model: Any, sites: Pattern, seeds: Iterable[int] = range(10))
 
 @dataclass(frozen=True)
 class ExactControl:
-    """An exact factorization that stands beside SWD.
+    """An exact factorization that stands beside SWD."""
 
-    Attributes:
-        title: the method's name in tables.
-        make: (model, sites) -> its factors; with `of_text`, also tokens=.
-        of_text: whether it goes by the calibration text.
-    """
-
-    title: str
-    make: Callable[..., FactorSet]
-    of_text: bool = False
+    title: str  # the method's name in tables
+    make: Callable[..., FactorSet]  # (model, sites) -> its factors; with `of_text`, also tokens=
+    of_text: bool = False  # whether it goes by the calibration text
 
 
 # Control, as `run_study(controls=)` takes it -> what it is. A new one needs its record here.

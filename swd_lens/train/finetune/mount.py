@@ -87,15 +87,10 @@ def _plus(y: Tensor, constant: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Mounted:
-    """A host with factors in training.
+    """A host with factors in training."""
 
-    Attributes:
-        units: the factors as they were given, all of them `Factors`.
-        projections: by site name, in execution order.
-    """
-
-    units: UnitSet
-    projections: dict[str, TrainedProjection] = field(default_factory=dict)
+    units: UnitSet  # the factors as they were given, all of them `Factors`
+    projections: dict[str, TrainedProjection] = field(default_factory=dict)  # by site name, in execution order
 
     def supports(self) -> dict[str, Support]:
         """ "blocks.0.mlp_out.read" -> its support, for every factor, in execution order."""
