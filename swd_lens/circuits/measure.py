@@ -28,6 +28,7 @@ from jaxtyping import Float
 from scipy.special import stdtrit
 from torch import Tensor
 
+from swd_lens.base import errors
 from swd_lens.base.errors import UndefinedSufficiencyWarning, legible, quoted
 from swd_lens.hosts.sites import split_name
 from swd_lens.tasks.task import TaskSplit
@@ -177,7 +178,7 @@ def measured(margins: Margins, carried: Carried, task: str, *, warn: bool = True
     keep, ablate, full, empty = (m.double() for m in (margins.keep, margins.ablate, margins.full, margins.empty))
     q_full = float(full.mean())
     if warn and not q_full > 0:
-        warn(
+        errors.warn(
             f"the mean margin of {quoted(task)} with all units is {q_full:.3f}, not positive: the model does not do this "
             "task here, so sufficiency is undefined (NaN)",
             UndefinedSufficiencyWarning,
