@@ -190,20 +190,25 @@ def refine(
         kind: Circuit(search.units(kept), scores, edges, {"kind": kind, **about}, bits)
         for kind, kept in (("prefix", prefix), ("refined", best))
     }
-    test = pd.DataFrame()
-    if isinstance(task, Task):
-        how = {"ablation": ablation, "tokens_per_forward": tokens_per_forward}
-        test = evaluate_circuits(model, factors, task, circuits, **how)
-        if budget is not None:
-            whole = [circuit.n_edges == sum(int(of_site.sum()) for of_site in edges.values()) for circuit in circuits.values()]
-            attacked = [
-                # Outside of all units there is nothing to restore.
-                own if all_of_them else attack(model, factors, task, circuit, budget=budget, n=1, **how).recovered
-                for own, all_of_them, circuit in zip(test["recovered"], whole, circuits.values(), strict=True)
-            ]
-            test = test.assign(**{"under attack": attacked})
+    how = {"ablation": ablation, "tokens_per_forward": tokens_per_forward}
+    test = _tested(model, factors, task, circuits, budget, how) if isinstance(task, Task) else pd.DataFrame()
     how = {"test": test, "target": float(threshold.value), "of": threshold.of, "budget": budget}
     return Refinement(circuits["prefix"], circuits["refined"], named["train"], named["validation"], **how)
+
+
+def _tested(
+    model: Any, factors: Any, task: Task, circuits: Mapping[str, Circuit], budget: float | None, how: Mapping[str, Any]
+) -> pd.DataFrame:
+    """Both circuits on the test prompts; with a budget also under attack there."""
+    test = evaluate_circuits(model, factors, task, circuits, **how)
+    if budget is None:
+        return test
+    attacked = []
+    for own, circuit in zip(test["recovered"], circuits.values(), strict=True):
+        # Outside of all units there is nothing to restore.
+        whole = circuit.n_edges == sum(int(of_site.sum()) for of_site in circuit.edges.values())
+        attacked.append(own if whole else attack(model, factors, task, circuit, budget=budget, n=1, **how).recovered)
+    return test.assign(**{"under attack": attacked})
 
 
 def _chosen(
