@@ -93,9 +93,6 @@ def _part(part: Any, title: str) -> str:
     return f"<p>{escape(visible_lines(str(part)))}</p>"
 
 
-# ---------------------------------------------------------------------------------------------- tables
-
-
 def _table(frame: pd.DataFrame) -> str:
     shown = frame.head(_ROWS)
     numeric = [_is_numeric(shown.iloc[:, i]) for i in range(shown.shape[1])]

@@ -130,9 +130,6 @@ def _release(model: Any, holder: _Holder, reason: object) -> None:
             del _holders[model]
 
 
-# ---------------------------------------------------------------------------------------------- guards
-
-
 class Guard:
     """Stands before a method of a host: another thread than the one that holds the host waits, and is refused.
 
@@ -191,9 +188,6 @@ def _guarded(model: Any) -> Iterator[tuple[Any, str]]:
     yield from ((model, name) for name in GUARDED if hasattr(type(model), name))
     if wrapped is not None:
         yield wrapped, "forward"
-
-
-# ---------------------------------------------------------------------------------------------- forwards that run
 
 
 def _forwards(model: Any) -> dict[int, FrameType]:

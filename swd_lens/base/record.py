@@ -169,9 +169,6 @@ def require_equal(record: str, name: str, value: Any, expected: Any) -> None:
         raise ValueError(f"not the values of a {record}: {legible(f'{name} {value} instead of {expected}')}")
 
 
-# ---------------------------------------------------------------------------------------------- conversion
-
-
 def _reason(error: BaseException, kind: Any) -> str:
     """Describe what is wrong with a value; a record's own checks are quoted word for word."""
     own = kind is None and isinstance(error, ValueError)

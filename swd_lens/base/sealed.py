@@ -32,8 +32,6 @@ _ATTEMPTS = 100  # to open a file that is exchanged all the time
 _MARK = "swd_lens "  # begins every hash: that a file has one is seen also where the name that it stands under is damaged
 _RESTORE = "Restore it from a copy, or make it again"
 
-# ---------------------------------------------------------------------------------------------- JSON
-
 
 def seal(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values as JSON has them (NaN and infinities are null), and their hash under "sha256"."""
@@ -130,9 +128,6 @@ def _digest(values: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------- tensors
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file with its hash, atomically. Raises OSError: the disk is full, or the folder cannot be written;
     the path is named and nothing is left behind."""
@@ -216,9 +211,6 @@ def _order_metadata(path: Path) -> None:
         if len(text) <= length:
             file.seek(8)
             file.write(text.ljust(length))
-
-
-# ---------------------------------------------------------------------------------------------- files of a folder
 
 
 def hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:

@@ -104,9 +104,6 @@ def _is_generator(function: Any) -> bool:
     return inspect.isgeneratorfunction(inspect.unwrap(function))
 
 
-# ---------------------------------------------------------------------------------------------- plain settings
-
-
 class _Call(Undo):
     """The outermost marked call of a thread; what it changed and the hosts that it claimed are given back when it ends."""
 
@@ -189,9 +186,6 @@ def _set_precision(of_process: str | None, of_backends: dict[Any, str]) -> None:
         torch.set_float32_matmul_precision(of_process)
     for backend, value in of_backends.items():
         backend.fp32_precision = value
-
-
-# ---------------------------------------------------------------------------------------------- one thread per host
 
 
 @interrupts.joint

@@ -35,9 +35,6 @@ ABLATIONS = ("mean", "zero", "resample")
 MODES = ("keep", "ablate")
 
 
-# ---------------------------------------------------------------------------------------------- means
-
-
 class Means:
     """Running means of z at some sites over the prompts of a split."""
 
@@ -88,9 +85,6 @@ class Means:
             per_position = self.mean_over == "per_position"
             self._finished = means if per_position else {name: mean[0] for name, mean in means.items()}
         return self._finished
-
-
-# ---------------------------------------------------------------------------------------------- values
 
 
 def ablation_values(scores: UnitScores, ablation: str) -> dict[str, Float[Tensor, "*_pos _unit"]]:
@@ -167,9 +161,6 @@ class Reference:
                 kept = z[:, -1:] if self.positions == "scoring" else z
                 values.setdefault(site, kept.new_empty(len(bucket.index), *kept.shape[1:]))[rows] = kept
         return values
-
-
-# ---------------------------------------------------------------------------------------------- replacing
 
 
 def replaced_masks(scores: UnitScores, units: Any, mode: str) -> dict[str, Bool[Tensor, " _unit"]]:

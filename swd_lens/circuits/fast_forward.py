@@ -148,9 +148,6 @@ class Runner:
         return hook_fn
 
 
-# ---------------------------------------------------------------------------------------------- which shortcuts
-
-
 def find_fast_forward(
     host: Host,
     sites: list[Site],

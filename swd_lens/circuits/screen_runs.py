@@ -74,9 +74,6 @@ def replaceable(host: Host, sites: Sequence[Site]) -> Iterator[dict[str, Output]
         yield outputs
 
 
-# ---------------------------------------------------------------------------------------------- runs
-
-
 @dataclass(frozen=True)
 class _Prepared:
     """A bucket with what its interventions share: what enters each block (at the last position where a prefix is kept)."""

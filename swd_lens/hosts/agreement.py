@@ -152,9 +152,6 @@ def _run(model: Any, row: Int[Tensor, "1 pos"]) -> Float[Tensor, "1 pos vocab"]:
     return runs.run(row)
 
 
-# ---------------------------------------------------------------------------------------------- float32
-
-
 @contextmanager
 def _in_float32(model: Any) -> Iterator[None]:
     """While open, weights in half precision are float32; afterwards they are the very tensors that they were."""

@@ -99,9 +99,6 @@ def _last_logits(host: Host, tokens: Tensor) -> Float[Tensor, "1 _pos vocab"]:
     return host.unembed(tokens[:, -_CHECKED_POSITIONS:], residual[:, -_CHECKED_POSITIONS:])
 
 
-# ---------------------------------------------------------------------------------------------- what a layer asks
-
-
 def is_hooked(*points: nn.Module | None) -> bool:
     """Whether anybody looks at one of these hook points, by TransformerLens' hooks or by PyTorch's."""
     if _has_any_global_hook():

@@ -22,8 +22,6 @@ from swd_lens.base.holding import own_method, set_own_method
 from swd_lens.hosts.host import STANDING, AttachmentGuard, Host, Register
 from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site
 
-# ---------------------------------------------------------------------------------------------- stored matrices
-
 
 @dataclass(frozen=True, eq=False)
 class Stored:
@@ -66,9 +64,6 @@ def stored_matrix(host: Host, site: Site) -> Stored:
     ((parameters, name),) = host.stored_parameters(site)
     kept: Any = parameters[name]
     return Stored(kept, host.stores_transposed(site))
-
-
-# ---------------------------------------------------------------------------------------------- covered methods
 
 
 class Shadow:
@@ -145,9 +140,6 @@ def while_wanted(state: dict[str, Any], begin: Callable[[], None], end: Callable
     register(undo)
     state.setdefault("unit_holders", set()).add(id(owner))
     begin()
-
-
-# ---------------------------------------------------------------------------------------------- units that stand in a host
 
 
 def keep_watch(model: Any, watch: AttachmentGuard, register: Register) -> None:

@@ -88,8 +88,6 @@ class DataEfficiency(SavedRecord):
         table = self.table()
         return [(m, table.loc[table["method"] == m].sort_values(by="tokens")) for m in self.methods]
 
-    # ------------------------------------------------------------------ shown
-
     def plot(self, metrics: str | Sequence[str] = tuple(METRICS)):
         """One panel per metric against tokens used (log axis); a matplotlib Figure. Lower is better everywhere.
 

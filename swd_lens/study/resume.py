@@ -84,9 +84,6 @@ def _identity(model: Any, units: Any) -> str:
     return hashlib.sha256(repr(sorted(of_units.identities.items())).encode()).hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------- the folder
-
-
 def require_own(folder: Path) -> None:
     """Refuse a folder that holds a run without its parts: nobody can go on with that, or knows how it was made. Raises
     ResumeError: it holds one."""

@@ -211,9 +211,6 @@ class Engine:
                 }
 
 
-# ---------------------------------------------------------------------------------------------- what fits share
-
-
 def autocast(device: torch.device, dtype: str | None) -> AbstractContextManager[Any]:
     """torch.autocast to the dtype of this name, or nothing for None."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=getattr(torch, dtype))

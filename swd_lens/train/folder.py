@@ -73,8 +73,6 @@ class TrainingFolder:
         self._log_digest = hashlib.sha256()
         self._saved = 0
 
-    # ------------------------------------------------------------------ for one call
-
     @contextmanager
     def opened(self, overwrite: bool, n_bytes: int = 0, processes: Processes | None = None) -> Iterator[bool]:
         """Hold the folder while the block runs; a finished run is only read, and needs no hold.
@@ -117,8 +115,6 @@ class TrainingFolder:
             if processes is not None:
                 finished = processes.agreed(finished)
             yield finished
-
-    # ------------------------------------------------------------------ what is there
 
     def check(self) -> bool:
         """Whether this very run is finished there; what it wrote at the end is as it was. Raises ResumeError: it holds another
@@ -172,8 +168,6 @@ class TrainingFolder:
                     break
                 lines.append(line)
         return lines
-
-    # ------------------------------------------------------------------ writing
 
     def begin(self, kept: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Begin with this log of a checkpoint's steps; None: anew, whatever was there."""

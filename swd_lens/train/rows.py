@@ -115,9 +115,6 @@ def rows_for(name: str, n_tokens: int, rows: Rows, *, shortest: int = 1) -> int:
     return n_rows
 
 
-# ---------------------------------------------------------------------------------------------- processes
-
-
 def launched() -> bool:
     """Whether this is one of several processes that a launcher has started."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -122,9 +122,6 @@ def _require_matrix(site: str, projection: Projection, helper: str) -> UnitProje
     return projection
 
 
-# ---------------------------------------------------------------------------------------------- covered methods of the host
-
-
 class _RunWithCache(Shadow):
     """run_with_cache, whose cache knows what is attached."""
 

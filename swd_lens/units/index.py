@@ -28,8 +28,6 @@ WHAT = "an index of factors"
 _ENTRY = {"file": str, "sha256": str, "d_in": int, "units": int, "d_out": int, "settings": dict, "provenance": dict}
 _ATTEMPTS = 100  # to read a folder in which the index is replaced all the time
 
-# ---------------------------------------------------------------------------------------------- write
-
 
 @contextmanager
 def writing_factors(folder: Path, call: str, n_bytes: int = 0) -> Iterator[None]:
@@ -109,9 +107,6 @@ def _remove_unnamed(folder: Path, named: Collection[str] | None) -> None:
             if tensor_digest(read_tensors(folder / name, FILE, FactorFileError)[0])[:12] == match[1]:
                 (folder / name).unlink()
     listed.unlink(missing_ok=True)
-
-
-# ---------------------------------------------------------------------------------------------- read
 
 
 def open_folder(folder: Path) -> tuple[dict[str, Any], dict[str, StoredSite]]:

@@ -19,9 +19,6 @@ from swd_lens.hosts.sites import KINDS, Site, is_site_name, matches, parse_unit,
 _HOOK = re.compile(r"^(?:blocks\.(\d+)\.)?hook_(\w+)_unit$|^(\w+)_unit$")
 
 
-# ---------------------------------------------------------------------------------------------- sites of a set
-
-
 def names_one(key: Any) -> bool:
     """Whether a key is the name of one matrix, whatever a set holds; the others name as many as match."""
     if isinstance(key, Site) or _is_layer_pair(key):
@@ -71,9 +68,6 @@ def _without_hook(name: str) -> str:
         return name
     kind = hook[2] or hook[3]
     return f"blocks.{hook[1]}.{kind}" if hook[1] else kind
-
-
-# ---------------------------------------------------------------------------------------------- units
 
 
 def read_unit(given: Any, sites: Collection[str] = ()) -> tuple[str, int]:

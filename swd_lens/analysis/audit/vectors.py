@@ -47,9 +47,6 @@ def write_vectors(units: Units) -> Float[Tensor, "unit d_out"] | None:
     return None if weights is None else weights.detach().float().cpu()
 
 
-# ------------------------------------------------------------------ edges
-
-
 @dataclass(frozen=True)
 class Edges:
     """One side of a unit.
@@ -84,9 +81,6 @@ def edges_of(vector: Float[Tensor, " d"], spans: Sequence[Span], n: int = 10) ->
     return Edges(len(ends), tuple(zip(names, vector[order].tolist(), strict=True)), heads)
 
 
-# ------------------------------------------------------------------ neighbours
-
-
 def nearest_writes(write: Float[Tensor, "unit d_out"], k: int) -> tuple[Int[Tensor, "unit _k"], Float[Tensor, "unit _k"]]:
     """Per unit the k others of largest |cosine| between write vectors, and the cosines; dead units have cosine 0."""
     unit = write / write.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
@@ -103,9 +97,6 @@ def strongest_others(values: Float[Tensor, "some unit"], own: Int[Tensor, " some
     """Columns of the k largest |value| per row, the row's own column left out."""
     size = values.abs().scatter(1, own[:, None], -1.0)
     return size.sort(dim=1, descending=True, stable=True).indices[:, : min(k, values.shape[1] - 1)]
-
-
-# ------------------------------------------------------------------ logits
 
 
 @dataclass(frozen=True)

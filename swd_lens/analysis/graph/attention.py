@@ -151,9 +151,6 @@ def attention_paths(model: Any, factors: Any, graph: UnitGraph, *, pairs: int = 
     return AttentionPaths(heads, scores, {**made_of, **settings, "pairs": pairs})
 
 
-# ---------------------------------------------------------------------------------------------- by head
-
-
 def _head_rows(layout: Layout, graph: UnitGraph) -> Iterator[dict[str, Any]]:
     """Every attention edge of the graph, head by head."""
     nodes = {row["node"]: row for row in records(graph.nodes)}
@@ -187,9 +184,6 @@ def _head_rows(layout: Layout, graph: UnitGraph) -> Iterator[dict[str, Any]]:
                 "pattern": float(pattern[head, dest, src]),
                 "contribution": z * weight,
             }
-
-
-# ---------------------------------------------------------------------------------------------- by pair
 
 
 def _score_rows(by_head: Mapping[tuple[int, int], ScoreParts], heads: pd.DataFrame, pairs: int) -> Iterator[dict[str, Any]]:

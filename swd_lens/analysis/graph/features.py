@@ -68,9 +68,6 @@ class FeatureNumbers:
         return cantor(split_name(site)[0], self.index(site, unit))
 
 
-# ---------------------------------------------------------------------------------------------- files
-
-
 def feature_files(graph: GraphData, audit: Audit | None) -> dict[int, dict[str, Any]]:
     """Feature number -> file of every drawn unit; without examples where no audit knows it."""
     numbers = FeatureNumbers.of(graph)

@@ -70,9 +70,6 @@ def placed(graph: GraphData, rows_up: int = 0) -> Places:
     return places
 
 
-# ---------------------------------------------------------------------------------------------- nodes and links
-
-
 def viewer_graph(
     graph: GraphData, places: Places, audit: Audit | None, html: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -176,9 +173,6 @@ def _left_out(
         errors[source] = _node(NodePlacement(source, layer, place.column, feature), _ERROR_TYPE, words, None)
         left_out.append({"source": source, "target": place.node_id, "weight": left})
     return list(errors.values()), left_out
-
-
-# ---------------------------------------------------------------------------------------------- influence
 
 
 def _influence(graph: GraphData) -> list[float]:

@@ -62,9 +62,6 @@ def pinned_nodes(graph: GraphData, pinned: Any = None) -> list[str]:
     return list(dict.fromkeys([*answers, *chosen]))[:_MOST]
 
 
-# ---------------------------------------------------------------------------------------------- circuit-tracer's panel
-
-
 class _Box(NamedTuple):
     order: str
     row: float

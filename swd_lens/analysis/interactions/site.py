@@ -149,9 +149,6 @@ def paired_factors(by_site: UnitSet, site: Site) -> Factors:
     return units
 
 
-# ------------------------------------------------------------------ results
-
-
 class PairResult(Record):
     """The result of a study of one site's pairs; subclasses are dataclasses that have these attributes."""
 

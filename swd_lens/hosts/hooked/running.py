@@ -83,9 +83,6 @@ class _KeysAndValues(TransformerLensKeyValueCacheEntry):
         raise _Filled
 
 
-# ---------------------------------------------------------------------------------------------- runs
-
-
 class HookedRuns:
     """How a HookedTransformer runs; see `swd_lens.hosts.Host`."""
 

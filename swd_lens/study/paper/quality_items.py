@@ -85,9 +85,6 @@ def tokens_needed(materials: Materials, settings: ItemSettings) -> ItemResult:
     return result_of(settings, materials, findings, tables, [Picture.of(measured.plot(), title, findings[0])], measured.as_dict())
 
 
-# ---------------------------------------------------------------------------------------------- zero-data
-
-
 def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:
     """Factors without and with calibration over sparsities: weights, behaviour, circuits; beside neurons and a transcoder."""
     site, grid = settings["site"], settings["grid"]

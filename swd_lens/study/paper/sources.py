@@ -151,8 +151,6 @@ class Sources:
     def _separator(self) -> str | None:
         return "eos" if self.model.tokenizer.eos_token_id is not None else None
 
-    # ------------------------------------------------------------------------------------------ the folder
-
     def provenance(self) -> dict[str, Any]:
         """Model, fingerprints of weights and text, version: what stands in every result."""
         return {

@@ -83,9 +83,6 @@ def seed_of(seed: int, step: int) -> int:
     return seed * 1_000_003 + step
 
 
-# ---------------------------------------------------------------------------------------------- adversaries
-
-
 class OneShot:
     """See the module's docstring; it keeps nothing from step to step."""
 

@@ -82,9 +82,6 @@ def _plus(y: Tensor, constant: Tensor | None) -> Tensor:
     return y if constant is None else y + constant.to(y.dtype)
 
 
-# ---------------------------------------------------------------------------------------------- mounting
-
-
 @dataclass(frozen=True)
 class Mounted:
     """A host with factors in training."""

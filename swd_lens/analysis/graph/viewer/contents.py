@@ -73,9 +73,6 @@ def contents(
     }
 
 
-# ---------------------------------------------------------------------------------------------- graphs
-
-
 def _graph(graph: GraphData) -> dict[str, Any]:
     nodes, edges = graph.nodes, graph.edges
     number = {name: i for i, name in enumerate(nodes["node"])}
@@ -126,9 +123,6 @@ def _numbers(graph: GraphData, names: Iterable[str], what: str) -> dict[str, int
     if missing := sorted({name for name in names if name not in number}):
         raise ValueError(f"{what} are of another graph: {len(missing)} of their nodes are not in this one, such as {missing[0]}")
     return number
-
-
-# ---------------------------------------------------------------------------------------------- units
 
 
 def _units(units: Mapping[str, str], audit: Any, labels: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,9 +186,6 @@ def _card(card: UnitCard) -> dict[str, Any]:
             shown["histogram"] = {"start": start, "width": card.histogram.width, "counts": counts[low:high]}
         shown["tokens_heard"], shown["density"] = card.n_tokens, _rounded(card.density, _FEW_DIGITS)
     return shown
-
-
-# ---------------------------------------------------------------------------------------------- values
 
 
 def _plain(column: pd.Series, digits: int | None = None) -> list[Any]:
