@@ -111,8 +111,7 @@ class DensePredictions:
             counted: which predictions count; None: all.
             each: gets the KL of each prediction, also of those that do not count.
 
-        Raises:
-            ValueError: a cross-entropy is not finite.
+        Raises ValueError: a cross-entropy is not finite.
         """
         total = Divergence()
         with torch.no_grad():

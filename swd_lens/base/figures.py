@@ -141,8 +141,7 @@ def heatmap(
         rows, columns: tick labels (plain text); None = numbers.
         bar: draw the colour bar.
 
-    Returns:
-        The image, for a bar shared by several panels.
+    Returns: The image, for a bar shared by several panels.
     """
     array = np.asarray(values, dtype=float)
     top = float(np.nanmax(np.abs(array), initial=0.0)) if largest is None else float(largest)

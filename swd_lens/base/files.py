@@ -34,8 +34,7 @@ def atomic(path: Path) -> Iterator[Path]:
     mode that the user's umask gives, whatever the library that writes it would choose. Where `path` is a link, it stays one: the
     file that it leads to is replaced.
 
-    Raises:
-        OSError: the disk is full, or it cannot be written; the path is named, whoever said so.
+    Raises OSError: the disk is full, or it cannot be written; the path is named, whoever said so.
     """
     if fault := fault_of_name(path):  # Python's own error would not name it
         raise _not_written(path, fault)

@@ -27,8 +27,7 @@ def require_names(what: str, names: Iterable[str], ending: str = "") -> None:
         what: they name, for the message: "slug".
         ending: of the files: ".json".
 
-    Raises:
-        ValueError: one is that of a file of ours, or none that a file can have; or two are alike.
+    Raises ValueError: one is that of a file of ours, or none that a file can have; or two are alike.
     """
     taken: dict[str, str] = {}
     for name in names:

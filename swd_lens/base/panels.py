@@ -161,8 +161,7 @@ def attention_heads(
         later: do not draw when the page is read; a script of the page takes `data-drawn` off and runs the panel's when it is
             time (a page with a hundred canvases opens slowly).
 
-    Raises:
-        ValueError: tokens, names and attention do not fit each other, or an entry is not finite.
+    Raises ValueError: tokens, names and attention do not fit each other, or an entry is not finite.
     """
     n_heads, dest, src = attention.shape
     names = [f"head {i}" for i in range(n_heads)] if names is None else [visible(str(name)) for name in names]

@@ -144,8 +144,7 @@ def checked(record: str, values: Any, kinds: Mapping[str, Any], *, optional: boo
         kinds: name -> a type hint, as of a record's field.
         optional: names may be missing.
 
-    Raises:
-        ValueError: one is missing or of another kind; the message names it.
+    Raises ValueError: one is missing or of another kind; the message names it.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"not the values of a {record}: {type(values).__name__} in place of named fields")

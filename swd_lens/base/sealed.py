@@ -62,8 +62,7 @@ def unseal(values: Any, path: str | Path, what: str, raised_as: type[Exception] 
         what: the kind of file, with its article: "a circuit".
         raised_as: the class that damaged files of this kind have.
 
-    Raises:
-        raised_as: no mapping, or other values than were written.
+    Raises raised_as: no mapping, or other values than were written.
     """
     if not isinstance(values, Mapping):
         raise raised_as(damaged(path, what, type(values).__name__))

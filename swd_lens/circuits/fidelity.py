@@ -227,8 +227,7 @@ def fidelities(
         replacements: name -> what to attach.
         model, tokens, batch_size, local, exclude, attention_mask, dense: see `fidelity`.
 
-    Raises:
-        See `fidelity`.
+    Raises See `fidelity`.
     """
     stream = text_for(model, tokens, exclude=exclude, attention_mask=attention_mask)
     rows = torch.cat(list(stream.batches(stream.n_rows)))

@@ -148,8 +148,7 @@ class InterventionRunner:
                 the way (fast_forward.py).
             kl: whether to compute KL.
 
-        Returns:
-            The outcomes of the interventions, and that of the unpruned replacement (a single run).
+        Returns: The outcomes of the interventions, and that of the unpruned replacement (a single run).
         """
         outcome, unpruned = Outcome.empty(n, len(self.split)), self._unpruned or Outcome.empty(1, len(self.split))
         nothing = {site: torch.zeros(1, size, dtype=torch.bool) for site, size in self.attachment.factors.sizes.items()}
@@ -182,8 +181,7 @@ class InterventionRunner:
                 reference each unit is moved.
             n: interventions.
 
-        Returns:
-            Margins in logits, float64; and site -> (run, unit) d Q / d share, float64, both on the CPU.
+        Returns: Margins in logits, float64; and site -> (run, unit) d Q / d share, float64, both on the CPU.
         """
         margins = torch.full((n, len(self.split)), torch.nan, dtype=torch.float64)
         sizes = self.attachment.factors.sizes

@@ -272,8 +272,7 @@ def crossing_interval(
     threshold may be reached (the upper end of the contrast's interval is above 0), the upper end the least from which on it is
     surely reached.
 
-    Returns:
-        (low, high); None where the curve does not get there.
+    Returns: (low, high); None where the curve does not get there.
     """
     steps = torch.linspace(0, 1, 33, dtype=torch.float64)[:-1]
     logs = costs.double().log1p()

@@ -84,8 +84,7 @@ def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[Curve]]], cost: st
         cost: "edges" or "units".
         note: written above the panels.
 
-    Raises:
-        ValueError: an unknown cost.
+    Raises ValueError: an unknown cost.
     """
     one_of("cost", cost, COSTS)
     width = max(_PANEL, _WIDE / len(panels))

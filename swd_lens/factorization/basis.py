@@ -264,8 +264,7 @@ def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -
     Args:
         folder: of the factors that are being made; a call that goes on there takes over what the first one was told.
 
-    Raises:
-        ResumeError: the folder's index names a basis that there is not.
+    Raises ResumeError: the folder's index names a basis that there is not.
     """
     stream = job.stream
     if job.basis_by_text != "no" and folder is not None and (told := _told_before(folder, job)):

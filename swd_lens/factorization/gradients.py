@@ -79,8 +79,7 @@ def gradient_passes(model: Any, sites: Sequence[Site], first_row: Int[Tensor, "1
         first_row: of the text; it shows whether attention can be fused.
         reads: whether what enters the sites is kept, too.
 
-    Raises:
-        AttachError: a site is attached.
+    Raises AttachError: a site is attached.
     """
     host, named = host_of(model), {site.name for site in sites}
     # A projection in front of every site's product, whatever `sites` are: a packed product adds up gradients in another order

@@ -34,8 +34,7 @@ def collect_output_grams(
         sites: where gradients are taken.
         tokens: (rows, pos) ids, or a `TokenStream`; each row predicts its own tokens 1..pos-1.
 
-    Returns:
-        Site name -> (d_out, d_out) float32; entry (i, j) in units of nats squared per output squared, mean over tokens.
+    Returns: Site name -> (d_out, d_out) float32; entry (i, j) in units of nats squared per output squared, mean over tokens.
 
     Raises:
         TokenError: see `swd_lens.tasks.streams.as_stream`.

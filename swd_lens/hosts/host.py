@@ -175,8 +175,7 @@ class Host(Protocol):
             start: take up from there, at every position (with a prefix at the last one). The bits are then those that
                 `run_blocks` sees.
 
-        Raises:
-            ValueError: the start lies behind `layer`, or before the layers that the prefix keeps.
+        Raises ValueError: the start lies behind `layer`, or before the layers that the prefix keeps.
         """
         ...
 

@@ -109,8 +109,7 @@ def record(
         keep: what is kept of each tensor, taken when it is shown; None = the tensor itself.
         gradient: leave gradients as the caller has them; else the run is made without.
 
-    Raises:
-        UnsupportedHostError: the forward never showed a site that was asked for.
+    Raises UnsupportedHostError: the forward never showed a site that was asked for.
     """
     inputs, outputs, units, hooks = list(inputs), list(outputs), list(units), list(hooks)
     logits = None

@@ -228,9 +228,8 @@ def select_sites(available: Sequence[Site], pattern: Pattern, alternatives: Sequ
         pattern: a Site, "blocks.8.mlp_out", a glob "blocks.[0-3].mlp_*", a bare kind "mlp_out" (every layer), "all",
             a TransformerLens parameter name "blocks.8.mlp.W_out", or a Hugging Face module name "h.8.mlp.c_proj".
 
-    Raises:
-        UnknownSiteError: a pattern matches nothing (the message lists the nearest names), or the patterns together name
-            one weight twice.
+    Raises UnknownSiteError: a pattern matches nothing (the message lists the nearest names), or the patterns together name one
+    weight twice.
     """
     given = [pattern] if isinstance(pattern, str | Site) or not isinstance(pattern, Iterable) else list(pattern)
     for item in given:

@@ -37,8 +37,7 @@ def reinit_unused_units(
         read, write, target: in the metric's coordinates.
         entries: that a born unit reads and writes.
 
-    Returns:
-        Their indices.
+    Returns: Their indices.
     """
     residual = target - read @ write
     own = (metric.weigh(read) * read).sum(0) * write.square().sum(1)

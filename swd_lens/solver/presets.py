@@ -41,8 +41,7 @@ def resolve(preset: str, overrides: Mapping[str, Any]) -> AnySpec:
         preset: a key of `PRESETS`.
         overrides: fields of the preset's spec and their values.
 
-    Raises:
-        SpecError: no such preset or field (the nearest and all valid names are listed), or a value outside its range.
+    Raises SpecError: no such preset or field (the nearest and all valid names are listed), or a value outside its range.
     """
     if preset not in PRESETS:
         raise SpecError(f"no preset {quoted(preset)}; {nearest(preset, sorted(PRESETS))}")

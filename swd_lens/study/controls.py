@@ -93,8 +93,7 @@ def controls_of(asked: Sequence[str] | None, sizes: Sequence[float | Goal], opti
         asked: None = the usual ones; without a sparsity or a goal those of them that need none.
         options: of `factorize` for SWD.
 
-    Raises:
-        ValueError: an unknown control, or one that is made at sparsities or for a goal, and there is neither.
+    Raises ValueError: an unknown control, or one that is made at sparsities or for a goal, and there is neither.
     """
     controls = [name for name in DEFAULT_CONTROLS if sizes or name not in SOLVED] if asked is None else asked
     if unknown := sorted(set(controls) - set(CONTROLS)):

@@ -176,8 +176,7 @@ def attention_views(model: Any, tasks: Sequence[Task], replacements: Mapping[str
         tasks: one test prompt of each is shown.
         replacements: surface -> (method, its factors).
 
-    Returns:
-        Nothing where the host's forward shows no patterns (hook_pattern).
+    Returns: Nothing where the host's forward shows no patterns (hook_pattern).
     """
     require_no_dropout(model)
     prompts = {task.name: _prompt(task) for task in tasks}

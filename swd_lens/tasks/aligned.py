@@ -66,8 +66,7 @@ def aligned_prompts(model: Any, prompts: Any, n: int = 16, *, like: int | None =
         like: number of an example: the prompts aligned with that one, which comes first. None: the largest group.
         drawn: a group of fewer is filled up with variants of its first prompt, where its family has any.
 
-    Raises:
-        TaskError: the prompts are of another host, n is below 1, or there is no such example.
+    Raises TaskError: the prompts are of another host, n is below 1, or there is no such example.
     """
     split = prompts.train if isinstance(prompts, Task) else prompts
     if not isinstance(split, TaskSplit):

@@ -88,8 +88,7 @@ def padding_last(tokens: Any, attention_mask: Any, model: Any) -> tuple[Int[Tens
         tokens: (rows, pos) ids; see `as_rows`.
         attention_mask: (rows, pos), as a tokenizer gives it: 1 of text, 0 of padding.
 
-    Raises:
-        TokenError: bad tokens; a mask of another shape or of other values, one with a hole, or a row without text.
+    Raises TokenError: bad tokens; a mask of another shape or of other values, one with a hole, or a row without text.
     """
     rows = as_rows(tokens, model, padded=True)
     try:

@@ -91,8 +91,7 @@ def read_jsonl(path: Path, *, inclusive: bool = False) -> tuple[list[TaskExample
         path: of the file; empty lines are skipped.
         inclusive: see `read_edge_pruning`.
 
-    Raises:
-        TaskError: a line that is not UTF-8, no JSON object, lacks fields or has a bad value; its number is named.
+    Raises TaskError: a line that is not UTF-8, no JSON object, lacks fields or has a bad value; its number is named.
     """
     examples, dropped = [], Counter[str]()
     with path.open("rb") as file:  # bytes, so that a line that is not text can be named
@@ -181,9 +180,8 @@ def read_edge_pruning(path: Path, *, splits: Sequence[str] | None = None, inclus
             one, and "validation" where there is one.
         inclusive: greater-than: the start year itself counts as wrong (as in auto-circuit's file), not as neither.
 
-    Raises:
-        TaskError: no such folder, neither two nor three splits, a split that is missing (those that are there are named), unknown
-            fields, a bad row.
+    Raises TaskError: no such folder, neither two nor three splits, a split that is missing (those that are there are named),
+    unknown fields, a bad row.
     """
     import datasets  # half a second, so only where it is needed
 

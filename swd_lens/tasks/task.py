@@ -282,8 +282,7 @@ def divided(
         where: names the part in an error.
         kept: so many first examples stay in train, as long as the others are enough.
 
-    Raises:
-        TaskError: there is one prompt only.
+    Raises TaskError: there is one prompt only.
     """
     different = list(dict.fromkeys(example.prompt for example in examples))
     if len(different) < 2:

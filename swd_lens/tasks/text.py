@@ -42,9 +42,8 @@ def as_rows(tokens: Any, model: Any, *, padded: bool = False) -> Int[Tensor, "ro
         model: the host (its cfg gives vocabulary and context length, its tokenizer the pad token).
         padded: rows may be padded; who asks knows where (counting.py).
 
-    Raises:
-        TokenError: not integers, wrong number of axes, empty, an id outside the vocabulary, rows longer than n_ctx, or a row
-            that begins or ends with several pad tokens.
+    Raises TokenError: not integers, wrong number of axes, empty, an id outside the vocabulary, rows longer than n_ctx, or a row
+    that begins or ends with several pad tokens.
     """
     try:
         rows = torch.as_tensor(tokens)

@@ -83,8 +83,7 @@ class TrainingFolder:
             processes: where training is shared by several, the main one holds the folder. None: each process that a launcher
                 started trains for itself; the first has the folder, the others wait for it and find a finished run.
 
-        Yields:
-            bool: whether this very run is finished there.
+        Yields: bool: whether this very run is finished there.
 
         Raises:
             ResumeError: it holds another run, something else, or a finished run whose files have changed.

@@ -103,8 +103,7 @@ def rows_for(name: str, n_tokens: int, rows: Rows, *, shortest: int = 1) -> int:
         name: of the setting that says how many tokens.
         shortest: the least length of a row.
 
-    Raises:
-        TrainError: they do not divide, or the text has too few rows, or too short ones.
+    Raises TrainError: they do not divide, or the text has too few rows, or too short ones.
     """
     n_rows, left = divmod(n_tokens, rows.row_length)
     if left or n_rows > rows.n_rows or rows.row_length < shortest:

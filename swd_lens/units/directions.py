@@ -78,8 +78,7 @@ def direction_of(direction: Any, model: Any = None, tokens_as: str = "unembeddin
             norm (without its scale): a dot product with a write vector, times the norm's 1 / scale, is the change of that logit
             per unit of z. "embedding": the token's row of W_E.
 
-    Raises:
-        UnitSourceError: tokens without a model, a text that is not one token, or something else.
+    Raises UnitSourceError: tokens without a model, a text that is not one token, or something else.
     """
     one_of("tokens_as", tokens_as, TOKENS_AS, UnitSourceError)
     if isinstance(direction, Tensor) and direction.is_floating_point():

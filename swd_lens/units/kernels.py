@@ -68,8 +68,7 @@ class FactorProduct(nn.Module):
                 attaches units has that watched (projection.py).
             kernel: "auto" (see `choose`), "dense" or "sparse".
 
-        Raises:
-            ValueError: another kernel.
+        Raises ValueError: another kernel.
         """
         super().__init__()
         one_of("kernel", kernel, KERNELS)

@@ -78,8 +78,7 @@ def read_unit(given: Any, sites: Collection[str] = ()) -> tuple[str, int]:
         sites: names that are known. Their other names (`blocks.8.mlp.W_out/205`, `h.8.mlp.c_proj/205`) are then read, too, and
             a site may be left out where there is one: 205, "205" or "mlp_out/205".
 
-    Raises:
-        ValueError: none of these.
+    Raises ValueError: none of these.
     """
     if _is_row(given):
         given = (given["site"], given["unit"]) if "site" in given and _is_whole(given["unit"]) else given["unit"]

@@ -69,13 +69,11 @@ def from_saelens(sae: Any) -> dict[str, CoderUnits]:
     With an activation norm at run time (provenance["normalize_activations"]) decode undoes the norm of the latest encode:
     call the two in turn, as `CoderUnits.run` does.
 
-    Returns:
-        One entry, site name -> CoderUnits.
+    Returns: One entry, site name -> CoderUnits.
 
-    Raises:
-        UnitSourceError: no SAELens object; a hook that no site reads or writes; one head; a training SAE; an activation
-            norm that was not folded; head-shaped hook_z; an error term; a skip connection; a forward that is not
-            decode(encode(x)); units that depend on other positions.
+    Raises UnitSourceError: no SAELens object; a hook that no site reads or writes; one head; a training SAE; an activation norm
+    that was not folded; head-shaped hook_z; an error term; a skip connection; a forward that is not decode(encode(x)); units that
+    depend on other positions.
     """
     if not is_saelens(sae):
         raise UnitSourceError(f"{type(sae).__name__} is no SAELens object: it needs encode, decode and cfg.d_sae")

@@ -47,8 +47,7 @@ def unit_similarity(
         units, others: factors of matrices of one shape.
         gram: (d_in, d_in) of the site's inputs, at any scale; None: all directions of inputs count the same.
 
-    Raises:
-        AttachError: matrices of two shapes.
+    Raises AttachError: matrices of two shapes.
     """
     shapes = [(f.d_in, f.d_out) for f in (units, others)]
     if shapes[0] != shapes[1]:

@@ -298,8 +298,7 @@ def watch(
     Args:
         batch_size: rows per forward; None = about 8,192 tokens.
 
-    Returns:
-        SHA-256 of the tokens, the one that `TokenStream.fingerprint` would take another pass for.
+    Returns: SHA-256 of the tokens, the one that `TokenStream.fingerprint` would take another pass for.
 
     Raises:
         UnsupportedHostError: a site whose units the host's forward never shows.

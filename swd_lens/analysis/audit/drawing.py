@@ -240,8 +240,7 @@ def draw_layers(ranked: pd.DataFrame, task: str, promoted: Mapping[str, str]):
         task: for the title.
         promoted: unit -> the tokens that it promotes, which stand where there is no label.
 
-    Returns:
-        A matplotlib Figure: one column per layer, units as boxes from best (top) down; colour says how high a unit ranks.
+    Returns: A matplotlib Figure: one column per layer, units as boxes from best (top) down; colour says how high a unit ranks.
     """
     rows = ranked.to_dict("records")
     layers = {layer: [row for row in rows if row["layer"] == layer] for layer in dict.fromkeys(ranked["layer"])}

@@ -298,8 +298,7 @@ def lora_edits(
         shifts: in logits of the final margin.
         learning_rate: the paper's 0.08 is a large one; smaller ones leave more of the model as it was.
 
-    Raises:
-        AttachError: units are attached at the site.
+    Raises AttachError: units are attached at the site.
     """
     host = host_of(model)
     require_free(host, [site])

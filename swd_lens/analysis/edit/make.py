@@ -130,8 +130,7 @@ def random_unit(f: Factors, target: Target, *, seed: int = RANDOM_SEED, but: int
         seed: of the draw (paper: 17).
         but: a unit that is not drawn (the edited one); it counts for the percentiles.
 
-    Raises:
-        EditError: no unit lies in between.
+    Raises EditError: no unit lies in between.
     """
     z = (target.input.double() @ f.read.double().cpu()).abs()
     valid = f.valid_units.cpu()
@@ -157,11 +156,9 @@ def calibrated(
         what: whose read vector it is, for the message.
         offset: a constant that is part of the unit's z.
 
-    Returns:
-        dW, and {"alpha": ..., "z": h* read + offset}.
+    Returns: dW, and {"alpha": ..., "z": h* read + offset}.
 
-    Raises:
-        EditError: z is nothing but rounding.
+    Raises EditError: z is nothing but rounding.
     """
     h, d, read = target.input.double(), target.direction.double(), read.detach().float().cpu()
     z = float(h @ read.double()) + offset

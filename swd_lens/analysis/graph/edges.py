@@ -128,8 +128,7 @@ def layout_of(
         answers: tokens, each less the mean over the vocabulary, or contrasts, which are numbered.
         bounded: refuse more nodes than a table of all weights may have; False where no such table is made (`into`).
 
-    Raises:
-        ValueError: too many nodes.
+    Raises ValueError: too many nodes.
     """
     host, positions = units.host, len(run.embedded) if not static else 1
     pairs = {name: (f.read.detach().float().cpu(), f.write.detach().float().cpu()) for name, f in units.factors.items()}

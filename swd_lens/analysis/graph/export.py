@@ -156,8 +156,7 @@ def to_json(graph: GraphData, path: str | Path, *, slug: str = "unit-graph", **h
         slug: the graph's name there.
         **how: scan, target, audit, attention, groups, pinned and features_url, see `export`.
 
-    Raises:
-        ValueError, OSError: see `export`.
+    Raises ValueError, OSError: see `export`.
     """
     write_json(Path(path), viewer_json(graph, slug, **how))
 

@@ -123,9 +123,8 @@ def freeze(
         patterns: layers whose attention pattern is kept.
         slopes: layers whose activation function's slopes are kept.
 
-    Raises:
-        UnsupportedHostError: the host reads its residual stream in another way (linear attention) or norms it itself (BERT),
-            shows no pattern, or its activation function mixes neurons.
+    Raises UnsupportedHostError: the host reads its residual stream in another way (linear attention) or norms it itself (BERT),
+    shows no pattern, or its activation function mixes neurons.
     """
     require_followable(host, slopes, patterns)
     readers = {(site.layer, norm): site for site in reversed(host.sites()) if (norm := norm_before(site.kind))}

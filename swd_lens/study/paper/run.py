@@ -94,8 +94,7 @@ def plan(item: str = ALL, profile: str = "small", model: Any = None, **settings:
         model: a loaded host, or the name of one of the profiles'; None = the profile's.
         settings: values in place of the profile's, of the items that have them.
 
-    Raises:
-        ValueError: an unknown item, profile or setting, or a value of another type.
+    Raises ValueError: an unknown item, profile or setting, or a value of another type.
     """
     names = items_named(item, profile)
     asked = tuple(_changed(settings_of(name, profile), settings, names) for name in names)
@@ -129,8 +128,7 @@ def run_items(
         on_step: called with a line of text before each step; progress: bars within them.
         settings: values in place of the profile's, of the items that have them.
 
-    Returns:
-        item -> its result.
+    Returns: item -> its result.
 
     Raises:
         ValueError: an unknown item, profile or setting, a value of another type; and whatever the items raise.

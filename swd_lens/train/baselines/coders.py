@@ -170,8 +170,7 @@ def ghost_loss(
         error: the reconstruction error of the batch.
         loss: "mse" or "normed", as of `reconstruction_loss`.
 
-    Returns:
-        error's value; 0 where no feature is dead.
+    Returns: error's value; 0 where no feature is dead.
     """
     residual, error = residual.detach(), error.detach()
     if before.shape[1] == 0:

@@ -137,8 +137,7 @@ def project_(matrix: Float[Tensor, "row column"], density: float) -> None:
 
     The rows' largest entries come first, then the largest of the rest, so that the total stays floor(d numel).
 
-    Raises:
-        ValueError: the budget does not give every row one entry.
+    Raises ValueError: the budget does not give every row one entry.
     """
     if density >= 1:
         return

@@ -319,8 +319,7 @@ def coders_of(provenance: Mapping[str, Any], *, meta: bool = False, source: Path
         meta: without memory, to be filled by load_state_dict(assign=True).
         source: the folder that they are of, for the message.
 
-    Raises:
-        TrainError: settings that this swd_lens does not know.
+    Raises TrainError: settings that this swd_lens does not know.
     """
     try:
         settings, coder = METHODS[provenance["method"]]
