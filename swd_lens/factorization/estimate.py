@@ -8,7 +8,7 @@
       whole, though a pass from what is kept ends behind the last matrix that it is for.
       Corrected calibration runs every pass twice, as the dense host and as the replaced one (grams.py). Where outputs are
       weighed, a pass forward and back through the whole host comes before the first of the matrices that share it
-      (output_grams.py).
+      (gradients.py).
    c. Held meanwhile: the Grams that the rest of the stage waits for, and everything that is finished.
 2. `Estimate` holds the rows with their totals beside what the machine has and does (machine.py): free memory, speed of float32
    products. It prints as a table; `require_fit` refuses, with the numbers, what cannot fit.

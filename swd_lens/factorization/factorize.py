@@ -45,7 +45,7 @@ from swd_lens.hosts import Host, find_sites, host_of
 from swd_lens.hosts.beginnings import text_for, warn_without_bos
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.solver import DEFAULT_PRESET, Step
-from swd_lens.solver.error import relmse_of
+from swd_lens.solver.metric import relmse_of
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import described, is_bare, origin_of, probe_at, require_detached, require_free
 from swd_lens.units.factors import Factors, FactorSet

@@ -19,7 +19,7 @@ from torch import Tensor
 from swd_lens import solver
 from swd_lens.base.errors import SolveInputError
 from swd_lens.solver import DEFAULT_PRESET, OnIteration
-from swd_lens.solver.error import relmse_of
+from swd_lens.solver.metric import relmse_of
 
 # What torch's own CPU allocations are aligned to.
 _ALIGNED = 64

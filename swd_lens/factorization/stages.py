@@ -26,8 +26,8 @@ from swd_lens.base.errors import warn
 from swd_lens.base.interrupts import joint
 from swd_lens.base.undo import Undo
 from swd_lens.factorization.calibration_text import CalibrationText, KnownGrams
+from swd_lens.factorization.gradients import collect_output_grams
 from swd_lens.factorization.grams import Grams, collect_grams, collect_pairs, corrected
-from swd_lens.factorization.output_grams import collect_output_grams
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site, base_kind

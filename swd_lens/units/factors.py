@@ -29,7 +29,7 @@ from swd_lens.base.errors import AttachError, brief, legible, seen
 from swd_lens.base.snapshots import TensorSnapshot, as_normal_tensor, count_nonzeros
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import host_of, sites_of
-from swd_lens.solver.error import relmse_of
+from swd_lens.solver.metric import relmse_of
 from swd_lens.units.directions import ranked
 from swd_lens.units.hub import OnHub
 from swd_lens.units.index import open_folder, write_index, writing_factors

@@ -15,10 +15,9 @@ import pandas as pd
 import torch
 
 from swd_lens.base import __version__
-from swd_lens.base.checks import bounded
+from swd_lens.base.checks import bounded, require_names
 from swd_lens.base.errors import legible
 from swd_lens.base.figures import INK, heatmap, new_figure
-from swd_lens.base.names import require_names
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import SavedRecord
 from swd_lens.base.surroundings import with_torch_defaults

@@ -39,10 +39,9 @@ from swd_lens.analysis.graph.nodes import is_measured, placed, shown_text, viewe
 from swd_lens.analysis.graph.pinned import pinned_nodes, positions
 from swd_lens.analysis.graph.tracing import traced
 from swd_lens.base import __version__
-from swd_lens.base.checks import one_of
+from swd_lens.base.checks import one_of, require_names
 from swd_lens.base.errors import legible, quoted, warn
 from swd_lens.base.files import write_json
-from swd_lens.base.names import require_names
 from swd_lens.base.record import Record
 from swd_lens.base.sealed import readable, seal
 

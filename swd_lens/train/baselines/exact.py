@@ -23,7 +23,7 @@ from swd_lens.base.settings import AUTO
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.calibration_text import grams_of
 from swd_lens.factorization.factorize import factorize, stamp
-from swd_lens.factorization.output_grams import collect_output_grams
+from swd_lens.factorization.gradients import collect_output_grams
 from swd_lens.hosts import Host, find_sites, host_of
 from swd_lens.hosts.sites import Ends, Pattern, Site, Span, side_of_units
 from swd_lens.train.baselines.fits import bias_of
