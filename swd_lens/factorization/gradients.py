@@ -5,8 +5,8 @@
 2. The loss is the cross-entropy of the text's own next tokens; autograd gives the gradient of each output. No parameter's
    gradient is computed, and no tensor of logits is whole (hosts/predictions.py).
 
-3. `collect_output_grams`: H = mean over tokens that count (tasks/counting.py) of g^T g, in float32: no support is chosen by it, so
-   that last digits do not grow. What a factorization does with them: solver/outputs.py.
+3. `collect_output_grams`: H = mean over tokens that count (tasks/counting.py) of g^T g, in float32: no support is chosen by it,
+   so that last digits do not grow. What a factorization does with them: solver/outputs.py.
 
 The choice of a basis (basis.py) is made of these gradients, too.
 """
