@@ -34,6 +34,7 @@ from torch import Tensor
 from swd_lens.base.errors import WeightError
 from swd_lens.solver.budget import Budget, strict_rank
 from swd_lens.solver.metric import correlations, power_of_two, require_positive
+from swd_lens.solver.shapes import Dense, InputGram, Write
 from swd_lens.solver.spec import DsfSpec, OnIteration, Step
 from swd_lens.solver.support import keep_above, keep_exactly
 from swd_lens.solver.workspace import Workspace
@@ -88,8 +89,8 @@ def _scale(values: Float[Tensor, "*shape"], spec: DsfSpec) -> float:
 
 
 def alternate(
-    target: Float[Tensor, "d_in d_out"], budget: Budget, spec: DsfSpec, on_iteration: OnIteration | None = None
-) -> tuple[Float[Tensor, "unit d_in"], Float[Tensor, "unit d_out"]]:
+    target: Dense, budget: Budget, spec: DsfSpec, on_iteration: OnIteration | None = None
+) -> tuple[Float[Tensor, "unit d_in"], Write]:
     """Steps 3 and 4: sparse factors of the rescaled target under the Frobenius loss, both unit-major."""
     tall = target.shape[0] > target.shape[1]
     by_output = target.T.contiguous()  # the reference's layout, and so its bits
@@ -164,13 +165,7 @@ def update(
     block.dual.div_(norm)
 
 
-def finalise(
-    read: Float[Tensor, "unit d_in"],
-    write: Float[Tensor, "unit d_out"],
-    target: Float[Tensor, "d_in d_out"],
-    gram: Float[Tensor, "d_in d_in"] | None,
-    spec: DsfSpec,
-) -> Float[Tensor, "unit d_out"]:
+def finalise(read: Float[Tensor, "unit d_in"], write: Write, target: Dense, gram: InputGram | None, spec: DsfSpec) -> Write:
     """Step 6: the write factor refitted to the full Gram's loss on its own support; read (unit-major) is held."""
     if spec.final_iterations == 0:
         return write

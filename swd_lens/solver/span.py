@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from swd_lens.solver.shapes import Dense, Read, Write
 from swd_lens.solver.support import first_largest, keep_exactly
 
 
@@ -51,9 +52,7 @@ RANK = 1e-4
 LONGER, PROBES, SPARSE = 1.75, 6, 0.15
 
 
-def from_span(
-    target: Float[Tensor, "d_in d_out"], units: int, edges: int
-) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]] | None:
+def from_span(target: Dense, units: int, edges: int) -> tuple[Read, Write] | None:
     """Read and write factor with `edges` entries, or None where the span has no sparse vectors."""
     if target.shape[0] < target.shape[1]:
         factors = from_span(target.T, units, edges)
@@ -75,7 +74,7 @@ def from_span(
     return cut(read, write, edges)
 
 
-def main_directions(target: Float[Tensor, "d_in d_out"], most: int) -> Float[Tensor, "d_in rank"]:
+def main_directions(target: Dense, most: int) -> Float[Tensor, "d_in rank"]:
     """Orthonormal basis of the columns' span; of its `most` largest directions, where it has more."""
     squares, right = torch.linalg.eigh(target.T @ target)
     rank = min(most, int((squares > RANK**2 * squares[-1]).sum()))
@@ -83,9 +82,7 @@ def main_directions(target: Float[Tensor, "d_in d_out"], most: int) -> Float[Ten
     return target @ (right[:, first:] / squares[first:].sqrt())
 
 
-def cut(
-    read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"], edges: int
-) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
+def cut(read: Read, write: Write, edges: int) -> tuple[Read, Write]:
     """The factors' `edges` entries that are worth most: an entry times the norm of the vector that it multiplies.
 
     Each unit keeps its largest on either side, without which it could not take part in the alternation.
