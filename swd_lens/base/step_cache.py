@@ -27,6 +27,15 @@ FOLDER, CALL = "parts", "call.json"
 _OUR_NAME = re.compile(r".*\.[0-9a-f]{12}\.(json|safetensors)")
 WHAT, CALL_WHAT = "a finished part", "the settings of a call"
 HOW_TO_RESUME = "Rerun with the original settings to resume, give another folder, or overwrite=True (--overwrite) to start again"
+# Hash among the settings of a call -> what messages call it; other settings name themselves.
+WORDS = {
+    "host_sha256": "the host",
+    "weight_sha256": "its weight",
+    "factors_sha256": "the factors",
+    "upstream_sha256": "factors of the earlier sites",
+    "tokens_sha256": "the tokens",
+    "heldout_sha256": "the held-out tokens",
+}
 Key = Sequence[str]
 Value = TypeVar("Value")
 
@@ -40,7 +49,6 @@ class CallFile:
         settings: what decides every result, as plain values by the name under which users read it.
         growing: name -> {entry: what decides it}; entries may be added, but not removed or changed.
         what: the kind of file, for messages.
-        words: setting -> what messages call it.
     """
 
     def __init__(
@@ -51,9 +59,8 @@ class CallFile:
         growing: Mapping[str, Mapping[str, Any]] = {},
         *,
         what: str = CALL_WHAT,
-        words: Mapping[str, str] = {},
     ):
-        self.folder, self.path, self.what, self.words = folder, folder / name, what, words
+        self.folder, self.path, self.what = folder, folder / name, what
         self.settings, self.growing = (json.loads(json.dumps(plain(v), default=str)) for v in (settings, growing))
         self.digest = _digest(self.settings)
 
@@ -65,7 +72,7 @@ class CallFile:
         except FileNotFoundError:
             return None
         with readable(self.path, self.what, ResumeError):
-            changed = differences(then["settings"], self.settings, self.words)
+            changed = differences(then["settings"], self.settings)
             for name, entries in then["growing"].items():
                 grown = differences(entries, self.growing.get(name, {}), may_grow=True)
                 changed += [f"{name}: {each}" for each in grown]
@@ -185,13 +192,10 @@ def _digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def differences(
-    then: Mapping[str, Any], now: Mapping[str, Any], words: Mapping[str, str] = {}, *, may_grow: bool = False
-) -> list[str]:
+def differences(then: Mapping[str, Any], now: Mapping[str, Any], *, may_grow: bool = False) -> list[str]:
     """One phrase per value that differs; hashes are shown by their beginnings.
 
     Args:
-        words: name of a value -> what messages call it.
         may_grow: names that are new are no difference.
     """
 
@@ -200,7 +204,7 @@ def differences(
 
     names = [*then, *(name for name in now if name not in then and not may_grow)]
     return [
-        f"{words.get(name, name)} {short(then.get(name))} then, {short(now.get(name))} now"
+        f"{WORDS.get(name, name)} {short(then.get(name))} then, {short(now.get(name))} now"
         for name in names
         if then.get(name) != now.get(name) or (name in then) != (name in now)
     ]

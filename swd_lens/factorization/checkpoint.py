@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from swd_lens.base.errors import FactorFileError, ResumeError, ShardError, quoted
-from swd_lens.base.step_cache import differences
+from swd_lens.base.step_cache import HOW_TO_RESUME, differences
 from swd_lens.base.writer import writing
 from swd_lens.hosts.sites import Site, execution_key
 from swd_lens.units.factors import Factors, fingerprint, write_factors
@@ -31,15 +31,7 @@ from swd_lens.units.storage import StoredSite
 
 Recipe = Mapping[str, Any]
 
-# What the hashes in a recipe are of; the other keys name themselves.
-_WORDS = {
-    "weight_sha256": "its weight",
-    "host_sha256": "the host",
-    "tokens_sha256": "calibration tokens",
-    "upstream_sha256": "factors of the earlier sites",
-}
 _SHARDS = "shards"
-_WAYS_OUT = "Rerun with the original settings to resume, give another folder, or overwrite=True to start again"
 
 
 @contextmanager
@@ -99,7 +91,7 @@ class Checkpoint:
         try:
             _, stored = open_folder(self.folder)
             if others := [site for site in stored if site not in self.recipes]:
-                raise ResumeError(f"{self.folder} holds {', '.join(others)}, which this call does not factorize. {_WAYS_OUT}")
+                raise ResumeError(f"{self.folder} holds {', '.join(others)}, which this call does not factorize. {HOW_TO_RESUME}")
             finished = {site: Factors(**stored[site].parts()) for site in self.recipes if site in stored}
         except FactorFileError as cause:
             raise ResumeError(f"{cause}; or start again with overwrite=True") from cause
@@ -107,16 +99,16 @@ class Checkpoint:
             recipe = f.provenance.get("recipe")
             if not isinstance(recipe, dict):
                 raise ResumeError(
-                    f"{self.folder} holds {site} without saying how it was made (not by factorize(..., out=...)). {_WAYS_OUT}"
+                    f"{self.folder} holds {site} without saying how it was made (not by factorize(..., out=...)). {HOW_TO_RESUME}"
                 )
             missing = next((earlier for earlier in self.recipes if earlier not in finished or earlier == site), site)
             if self.chained and missing != site:
                 raise ResumeError(
                     f"{self.folder} holds {site} without {missing}; sequential calibration would now put {missing} before "
-                    f"it. {_WAYS_OUT}"
+                    f"it. {HOW_TO_RESUME}"
                 )
-            if changed := differences(recipe, self.recipe(site), _WORDS):
-                raise ResumeError(f"{self.folder} holds {site} made otherwise: {'; '.join(changed)}. {_WAYS_OUT}")
+            if changed := differences(recipe, self.recipe(site)):
+                raise ResumeError(f"{self.folder} holds {site} made otherwise: {'; '.join(changed)}. {HOW_TO_RESUME}")
             self._entries[site] = stored[site].entry
             self._advance_chain(site, f)
         return finished
@@ -143,10 +135,10 @@ class Checkpoint:
         shard, changed = "", []
         for folder, stored in finished:
             recipe = stored.provenance.get("recipe", {})
-            shard, changed = folder.name, differences(recipe, self.recipe(site), _WORDS)
+            shard, changed = folder.name, differences(recipe, self.recipe(site))
             if not changed:
                 return lambda: Factors(**stored.parts())
-        raise ResumeError(f"{self.folder} holds {site} of shard {shard}, made otherwise: {'; '.join(changed)}. {_WAYS_OUT}")
+        raise ResumeError(f"{self.folder} holds {site} of shard {shard}, made otherwise: {'; '.join(changed)}. {HOW_TO_RESUME}")
 
     def recipe(self, site: str) -> dict[str, Any]:
         """Everything that decides a site's factors, those before it included; for the provenance of what is added next."""

@@ -52,7 +52,6 @@ _FARTHEST = 0.25  # that a first guess goes on from what was measured
 PRUNED, SVD_PRUNED, SWD, FROM_NEURONS = "Neurons pruned", "SVD pruned", "SWD", "SWD from neurons"
 GIVEN = "as given"
 _FILE, _TRIALS = "goal.json", "trials"
-_WORDS = {"host_sha256": "the host", "tokens_sha256": "calibration tokens", "heldout_sha256": "held-out tokens"}
 
 
 @dataclass(frozen=True)
@@ -279,7 +278,7 @@ class GoalSearch:
             )
         elif path.is_file():
             held = read_sealed(path, "the trials of a goal")
-            if changed := differences(held["asked"], self.asked, _WORDS):
+            if changed := differences(held["asked"], self.asked):
                 raise ResumeError(
                     f"{path.parent} holds something else: {'; '.join(changed)}; give another folder, or overwrite=True to "
                     "start again"

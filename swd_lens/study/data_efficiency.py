@@ -54,7 +54,6 @@ _NOT_OPTIONS = ("model", "sites", "tokens", "out", "overwrite", "shard")
 # Points of a method that are measured in one pass of the dense host.
 _TOGETHER = 4
 _FITS = ".fits"  # the ending of the folder beside `out`
-_IN_WORDS = {"host_sha256": "the host", "heldout_sha256": "the held-out tokens", "tokens_sha256": "its tokens"}
 _GO_ON = "Rerun with the original settings to resume, give another file, or overwrite=True to start again"
 # Those that change where and how fast, not what: `estimate` does not know them.
 _NOT_ESTIMATED = ("device", "workers", "threads", "progress")
@@ -336,7 +335,7 @@ class _File:
             self.methods = dict(held.settings["methods"])
         then = {name: value for name, value in held.settings.items() if name != "methods"}
         now = json.loads(json.dumps(plain(settings)))  # as JSON gives it back
-        if changed := differences(then, now, _IN_WORDS):
+        if changed := differences(then, now):
             raise ResumeError(f"{path} holds another measurement: {'; '.join(changed)}. {_GO_ON}")
         self.points = {(point.method, point.tokens): point for point in held.points}
 
@@ -345,7 +344,7 @@ class _File:
         point = self.points.get((name, candidate.tokens))
         if point is None or candidate.identity is None:
             return None
-        if changed := differences(point.identity or {}, candidate.identity, _IN_WORDS):
+        if changed := differences(point.identity or {}, candidate.identity):
             raise ResumeError(
                 f"{self.path} holds {quoted(name)} at {candidate.tokens:,} tokens, made otherwise: {'; '.join(changed)}. {_GO_ON}"
             )

@@ -18,7 +18,7 @@ from typing import Any
 from swd_lens.base import __version__
 from swd_lens.base.divergence import CHUNK_BYTES
 from swd_lens.base.errors import ResumeError
-from swd_lens.base.step_cache import CALL, FOLDER
+from swd_lens.base.step_cache import CALL, FOLDER, HOW_TO_RESUME
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.estimate import estimate
 from swd_lens.factorization.goal import Goal
@@ -89,10 +89,7 @@ def require_own(folder: Path) -> None:
     ResumeError: it holds one."""
     if (folder / NAME).exists() and not (folder / FOLDER / CALL).exists():
         changed = f"{NAME} of a run without its parts"
-        raise ResumeError(
-            f"{folder} holds what another call has finished: {changed}. Rerun with the original settings to resume, give "
-            "another folder, or overwrite=True (--overwrite) to start again"
-        )
+        raise ResumeError(f"{folder} holds what another call has finished: {changed}. {HOW_TO_RESUME}")
 
 
 def start_again(folder: Path, factors: Iterable[str]) -> None:

@@ -33,12 +33,6 @@ from swd_lens.train.rows import Processes, launched
 RUN, LOG, CHECKPOINT = "run.json", "log.jsonl", "checkpoint.safetensors"
 _WHAT = "a training run"
 _KEY = ("checkpoint",)
-_HASHES = {
-    "host_sha256": "the host",
-    "factors_sha256": "the factors",
-    "tokens_sha256": "the tokens",
-    "heldout_sha256": "the held-out tokens",
-}
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,7 @@ class TrainingFolder:
 
     def __init__(self, path: Path, recipe: Mapping[str, Any], call: str, result: Sequence[str]):
         self.path, self.call, self.result = path, call, tuple(result)
-        self._run = CallFile(path, RUN, recipe, what=_WHAT, words=_HASHES)
+        self._run = CallFile(path, RUN, recipe, what=_WHAT)
         self.recipe: dict[str, Any] = self._run.settings
         self._log_digest = hashlib.sha256()
         self._saved = 0
