@@ -88,9 +88,9 @@ class CallFile:
         """Write plain values as a step of this call."""
         write_sealed(path, {"part": self._part(key), "values": values})
 
-    def read_values(self, path: Path, key: Key, what: str = WHAT) -> Any:
+    def read_values(self, path: Path, key: Key) -> Any:
         """Read what `write_values` wrote. Raises ResumeError: it is of another call or key, or damaged."""
-        return self._values_of(read_sealed(path, what, ResumeError), path, key, what)
+        return self._values_of(read_sealed(path, WHAT, ResumeError), path, key, WHAT)
 
     def write_tensors(self, path: Path, key: Key, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Write tensors and plain values as a step of this call; an earlier file is replaced."""

@@ -161,7 +161,7 @@ def role_of(given: Any) -> str:
     if not isinstance(unit, Factors):
         channels = getattr(unit, "provenance", {}).get("method") == "channels"
         return "control" if channels else "trained" if hasattr(unit, "d_in") or isinstance(unit, nn.Module) else "swd"
-    preset = unit.settings.get("preset")
+    preset = str(unit.settings.get("preset"))
     return PRESETS[preset].role if preset in PRESETS else "control" if "method" in unit.settings else "swd"
 
 

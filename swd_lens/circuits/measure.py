@@ -210,7 +210,7 @@ def mean_interval(values: Float[Tensor, "circuit prompt"], level: float = LEVEL)
     return mean - below * error_of_mean, mean + above * error_of_mean
 
 
-def ratio_interval(part: Float[Tensor, "circuit prompt"], whole: Float[Tensor, " prompt"], level: float = LEVEL) -> Ends:
+def ratio_interval(part: Float[Tensor, "circuit prompt"], whole: Float[Tensor, " prompt"]) -> Ends:
     """Fieller's interval of mean(part) / mean(whole), prompts paired.
 
     It holds every r for which mean(part - r whole) is within its interval of 0; how far that one reaches to each side is taken
@@ -220,7 +220,7 @@ def ratio_interval(part: Float[Tensor, "circuit prompt"], whole: Float[Tensor, "
     n, a, b = part.shape[1], part.mean(1), whole.mean()
     if n < 2 or b == 0:
         return torch.full_like(a, math.nan), torch.full_like(a, math.nan)
-    below, above = _reach(part - (a / b)[:, None] * whole, level)
+    below, above = _reach(part - (a / b)[:, None] * whole, LEVEL)
     p, w = part - a[:, None], whole - b
     ends, known = [], torch.ones(len(a), dtype=torch.bool, device=a.device)
     for reach, side in ((below, -1), (above, 1)):

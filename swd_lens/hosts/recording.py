@@ -93,7 +93,6 @@ def record(
     hooks: Iterable[str] = (),
     run: Literal["blocks", "last", "whole"] = "blocks",
     start: Start | None = None,
-    prefix: Any = None,
     keep: Callable[[Tensor], Tensor] | None = None,
     gradient: bool = False,
 ) -> Recording:
@@ -105,7 +104,6 @@ def record(
         run: "blocks" runs no block behind the last one that is asked for; "last" runs to the logits of the last position,
             "whole" to those of every position.
         start: take up from there; not with run="whole".
-        prefix: a kept prefix (`Host.freeze_prefix`), for run="last".
         keep: what is kept of each tensor, taken when it is shown; None = the tensor itself.
         gradient: leave gradients as the caller has them; else the run is made without.
 
@@ -120,7 +118,7 @@ def record(
         if run == "whole":
             logits = host.run(tokens)
         elif run == "last":
-            logits = host.last_logits(tokens, prefix, start=start)
+            logits = host.last_logits(tokens, start=start)
         else:
             # "blocks.3.attn.hook_pattern" -> 3
             layers = [site.layer for site in (*inputs, *outputs, *units)] + [int(name.split(".")[1]) for name in hooks]

@@ -97,14 +97,14 @@ class Base:
         """A random half of the training prompts, in their order."""
         n = len(self.train)
         chosen = torch.randperm(n, generator=self.generator("prompts", draw))[: max(1, n // 2)]
-        return some_of(self.train, chosen.sort().values.tolist())
+        return self.train.at(chosen.sort().values.tolist())
 
     def half_of_templates(self, draw: int) -> TaskSplit:
         """The training prompts of a random half of their templates."""
         names = templates_of(self.train)
         chosen = torch.randperm(len(names), generator=self.generator("templates", draw))[: len(names) // 2].tolist()
         kept = {names[i] for i in chosen}
-        return some_of(self.train, [i for i, e in enumerate(self.train.examples) if e.meta.get("template") in kept])
+        return self.train.at([i for i, e in enumerate(self.train.examples) if e.meta.get("template") in kept])
 
 
 @dataclass(frozen=True)
@@ -224,9 +224,3 @@ def _other_presets(base: Base) -> list[str]:
 def templates_of(split: TaskSplit) -> list[str]:
     """The different templates that prompts name, in order of first use."""
     return list(dict.fromkeys(e.meta["template"] for e in split.examples if "template" in e.meta))
-
-
-def some_of(split: TaskSplit, places: Sequence[int]) -> TaskSplit:
-    """The prompts of a split at these places."""
-    per_prompt = ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")
-    return replace(split, **{name: tuple(of[i] for i in places) if (of := getattr(split, name)) else of for name in per_prompt})

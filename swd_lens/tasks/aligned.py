@@ -24,12 +24,11 @@ from swd_lens.base.checks import bounded
 from swd_lens.base.errors import TaskError, visible_token
 from swd_lens.tasks.generators import variants
 from swd_lens.tasks.prompt import decoded
-from swd_lens.tasks.split import TaskExample, TaskSplit
+from swd_lens.tasks.split import PER_PROMPT, TaskExample, TaskSplit
 from swd_lens.tasks.task import Task, TaskBuilder
 
 ANSWER, WRONG = "[answer]", "[wrong answer]"
 _KEYS = ("template", "order")  # of meta
-_OF_ROWS = ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")  # of a split
 _DRAWS = 20  # per prompt that is wanted: names of several tokens make prompts of another length
 
 
@@ -84,12 +83,10 @@ def aligned_prompts(model: Any, prompts: Any, n: int = 16, *, like: int | None =
         "of another template or order": len(keys) - len(members) - other_length,
         "not needed": max(0, len(members) - n),
     }
-    rows = members[:n]
-    columns = {name: getattr(split, name) for name in _OF_ROWS if getattr(split, name)}
-    group = replace(split, **{name: tuple(column[i] for i in rows) for name, column in columns.items()})
+    group = split.at(members[:n])
     added = _variants(model, group, n - len(group)) if drawn and len(group) < n else None
     if added is not None:
-        both = {name: (*getattr(group, name), *getattr(added, name)) for name in _OF_ROWS}
+        both = {name: (*getattr(group, name), *getattr(added, name)) for name in PER_PROMPT}
         group = replace(group, **both)
     kept = {reason: count for reason, count in left_out.items() if count}
     # Name the positions. Words count as the same with and without the space before them.

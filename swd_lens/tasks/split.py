@@ -24,6 +24,8 @@ from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.tasks.encoding import vocabulary_hash
 from swd_lens.tasks.text import same_length
 
+PER_PROMPT = ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")  # fields of a split
+
 
 @dataclass(frozen=True)
 class TaskExample:
@@ -226,8 +228,12 @@ class TaskSplit:
 
     def first(self, n: int) -> "TaskSplit":
         """The first n prompts; all where there are no more."""
-        per_prompt = ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")
-        return self if len(self) <= n else replace(self, **{name: getattr(self, name)[:n] for name in per_prompt})
+        return self if len(self) <= n else self.at(range(n))
+
+    def at(self, places: Sequence[int]) -> "TaskSplit":
+        """The prompts at these places, in this order."""
+        columns = {name: getattr(self, name) for name in PER_PROMPT if getattr(self, name)}
+        return replace(self, **{name: tuple(column[i] for i in places) for name, column in columns.items()})
 
     def buckets(self, batch_size: int = 256) -> Iterator[Bucket]:
         """Prompts grouped by length, shortest first, at most batch_size at once; every example comes exactly once.

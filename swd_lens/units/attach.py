@@ -38,7 +38,7 @@ from swd_lens.hosts.recording import record
 from swd_lens.hosts.sites import Site, overlapping
 from swd_lens.hosts.weights import keep_watch
 from swd_lens.units.cache import cover_helpers
-from swd_lens.units.integrity import Offsets, Probe
+from swd_lens.units.integrity import Probe
 from swd_lens.units.match import check_units, dtype_of
 from swd_lens.units.projection import Projection, Watch, projection_of, switched, watch_block
 from swd_lens.units.unit_set import UnitSet
@@ -309,18 +309,13 @@ def probe_tokens(rows: Int[Tensor, "rows pos"] | None, d_vocab: int, n_ctx: int)
 
 
 def probe_at(
-    model: Any,
-    site: Site,
-    tokens: list[int],
-    read: Float[Tensor, "d_in unit"],
-    write: Float[Tensor, "unit d_out"],
-    offsets: Offsets | None = None,
+    model: Any, site: Site, tokens: list[int], read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]
 ) -> Probe | None:
     """A probe of two factors: what enters the site on these tokens in the host as it is now; none under dropout."""
     if drops_out(model):
         return None
     run = record(host_of(model), torch.tensor([tokens]), inputs=[site], keep=lambda h: h[0, -1].float().cpu())
-    return Probe.of(run.inputs[site.name], read, write, offsets)
+    return Probe.of(run.inputs[site.name], read, write)
 
 
 def check_probe(units: UnitSet) -> None:
