@@ -193,11 +193,7 @@ def _digest(values: Any) -> str:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], *, may_grow: bool = False) -> list[str]:
-    """One phrase per value that differs; hashes are shown by their beginnings.
-
-    Args:
-        may_grow: names that are new are no difference.
-    """
+    """One phrase per value that differs; hashes are shown by their beginnings. may_grow: names that are new are no difference."""
 
     def short(value: Any) -> str:
         return value[:8] if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else repr(value)

@@ -312,12 +312,8 @@ def surface_name(sites: Iterable[str]) -> str:
 
 
 def does_not_carry(surface: str, task: str, carried: Carried, q_full: float, q_empty: float, ablation: Any) -> str:
-    """One sentence for where a number would mean nothing.
-
-    Args:
-        surface: its sites, see `surface_name`.
-        ablation: what replaced units are set to: "mean", "zero" or another.
-    """
+    """One sentence for where a number would mean nothing. surface: its sites, see `surface_name`; ablation: what replaced
+    units are set to: "mean", "zero" or another."""
     reference = {"mean": "its mean", "zero": "zero"}.get(str(ablation), "its reference activation")
     return (
         f"{surface} does not carry {task}: with all units the margin is {q_full:.2f}, with every unit at "

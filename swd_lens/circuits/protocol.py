@@ -75,12 +75,7 @@ class Outcomes:
 
 
 def run_protocol(protocol: Protocol, sources: Mapping[str, Any], measured: Mapping[str, Fidelity]) -> Outcomes:
-    """Run it for each replacement.
-
-    Args:
-        sources: name -> replacement, or what makes it.
-        measured: fidelities that are known.
-    """
+    """Run it for each replacement. sources: name -> replacement, or what makes it; measured: fidelities that are known."""
     outcomes = Outcomes(dict(measured))
     for group in _groups(protocol, sources, measured):
         _measure(protocol, group, outcomes)

@@ -302,11 +302,8 @@ class _Search:
         others: "_Search | None" = None,
         n_further: int = 0,
     ):
-        """
-        Args:
-            others: further prompts that say how much contents differ.
-            n_further: contents of the prompts that its circuits will be judged on; 0: these very prompts.
-        """
+        """. others: further prompts that say how much contents differ; n_further: contents of the prompts that its circuits
+        will be judged on; 0: these very prompts."""
         self.runner, self.threshold, self.target, self.ranking = runner, threshold, threshold.value, scores.ranking()
         # No step begins later than `end`; `tell` hears of each one.
         self.end, self.tell = math.inf, lambda text: None

@@ -321,12 +321,8 @@ def _tasks(
 def _finished(
     job: Job, site: Site, solved: Solved, first_share: float | None, n_routed: int | None, recipe: Mapping[str, Any], probed: bool
 ) -> Factors:
-    """The factors where the host's matrix is, with everything that they carry.
-
-    Args:
-        first_share: of their Gram, if they have one; n_routed: of an expert, the tokens that it is the mean of.
-        recipe: for their provenance, with a folder.
-    """
+    """The factors where the host's matrix is, with everything that they carry. first_share: of their Gram, if they have one;
+    n_routed: of an expert, the tokens that it is the mean of; recipe: for their provenance, with a folder."""
     assert solved.site == site.name, f"{solved.site} came for {site.name}"
     host = host_of(job.model)
     weight = host.weight(site)

@@ -281,11 +281,7 @@ def value_constant(
     d_in: int,
 ) -> Float[Tensor, " d_in"]:
     """The part of attn_o's input that is there whatever the tokens: b_V + shift @ W_V, repeated where value heads are shared.
-
-    Args:
-        shift: of the norm that the values read; None: nothing.
-        d_in: of attn_o.
-    """
+    shift: of the norm that the values read; None: nothing; d_in: of attn_o."""
     constant = bias.detach().float().flatten()
     constant = constant if shift is None else constant + shift @ weight
     return constant.view(-1, d_head).repeat_interleave(d_in // constant.numel(), dim=0).flatten()

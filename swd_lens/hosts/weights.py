@@ -93,12 +93,8 @@ def refusals(names: Iterable[str], reason: str) -> dict[str, Callable[[], Shadow
 
 
 def shadow_methods(model: Any, make: dict[str, Callable[[], Shadow]], register: Register) -> None:
-    """Put shadows before those of the named methods that the model has; one that is there already is shared.
-
-    Args:
-        make: method name -> what makes its shadow.
-        register: is given the undo.
-    """
+    """Put shadows before those of the named methods that the model has; one that is there already is shared. make: method name
+    -> what makes its shadow; register: is given the undo."""
     present = [name for name in make if getattr(type(model), name, None) is not None]
     owner = object()
 

@@ -26,14 +26,8 @@ STEPS = 15  # of the power iteration
 
 
 def reinit_unused_units(read: Read, write: Write, target: Dense, metric: Metric, entries: tuple[int, int]) -> list[int]:
-    """Replace units of little use, in place.
-
-    Args:
-        read, write, target: in the metric's coordinates.
-        entries: that a born unit reads and writes.
-
-    Returns: Their indices.
-    """
+    """Replace units of little use, in place. read, write, target: in the metric's coordinates; entries: that a born unit reads
+    and writes. Returns: Their indices."""
     residual = target - read @ write
     own = (metric.weigh(read) * read).sum(0) * write.square().sum(1)
     use = own + 2 * ((metric.weigh(residual) @ write.T) * read).sum(0)

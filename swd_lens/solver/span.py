@@ -143,12 +143,8 @@ def sparse_vectors(
     steps: tuple[int, ...],
     start: Float[Tensor, "rank vector"] | None = None,
 ) -> Float[Tensor, "rank vector"]:
-    """y of small (reweighted) L1 norm ||Q y||_1 with c . y = 1, for each constraint c.
-
-    Args:
-        steps: of ADMM, between changes of the weights.
-        start: y to begin at, and whose entries weigh the first round.
-    """
+    """y of small (reweighted) L1 norm ||Q y||_1 with c . y = 1, for each constraint c. steps: of ADMM, between changes of the
+    weights; start: y to begin at, and whose entries weigh the first round."""
     size = constraints.square().sum(0)
     y = constraints / size if start is None else start / (constraints * start).sum(0)
     vectors = basis @ y

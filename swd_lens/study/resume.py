@@ -124,11 +124,7 @@ def memory_of(
     **solver: Any,
 ) -> dict[str, int]:
     """Bound the memory of a study: part -> bytes beyond the loaded model, what stays included; arguments as for `run_study`.
-
-    Args:
-        n_beside: further replacements of each surface, as large as a dense one.
-        heldout_length: tokens in a row of held-out text.
-    """
+    n_beside: further replacements of each surface, as large as a dense one; heldout_length: tokens in a row of held-out text."""
     sites = {label: find_sites(model, pattern) for label, pattern in surfaces.items()}
     estimates = {label: _estimate(model, surface, calibration_tokens, solver) for label, surface in sites.items()}
     # How many replacements have as many units as SWD, as there are neurons, and as the short side has coordinates.
@@ -181,12 +177,8 @@ def memory_of_replacement(
     row_length: int = 1024,
     **solver: Any,
 ) -> dict[str, int]:
-    """Bound the memory of `replace_model`: part -> bytes beyond the loaded model.
-
-    Args:
-        tuned_rows: of a step of fine-tuning; 0: there is none.
-        row_length: tokens in a row of text.
-    """
+    """Bound the memory of `replace_model`: part -> bytes beyond the loaded model. tuned_rows: of a step of fine-tuning; 0:
+    there is none; row_length: tokens in a row of text."""
     surface = find_sites(model, sites)
     estimate = _estimate(model, surface, tokens, {**solver, "calibration": calibration, "sparsity": sparsity})
     pairs, units = _pairs(estimate, _solved), sum(row.units for row in estimate.rows)

@@ -97,14 +97,8 @@ def rows_of(tokens: Any, model: Any, streamed: tuple[type, ...] = (TokenStream, 
 
 
 def rows_for(name: str, n_tokens: int, rows: Rows, *, shortest: int = 1) -> int:
-    """The number of whole rows that make a step's tokens.
-
-    Args:
-        name: of the setting that says how many tokens.
-        shortest: the least length of a row.
-
-    Raises TrainError: they do not divide, or the text has too few rows, or too short ones.
-    """
+    """The number of whole rows that make a step's tokens. name: of the setting that says how many tokens; shortest: the least
+    length of a row. Raises TrainError: they do not divide, or the text has too few rows, or too short ones."""
     n_rows, left = divmod(n_tokens, rows.row_length)
     if left or n_rows > rows.n_rows or rows.row_length < shortest:
         raise TrainError(

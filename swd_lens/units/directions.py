@@ -33,11 +33,7 @@ def ranked(
     factors: Mapping[str, Any], side: str, direction: Any, model: Any, *, n: int | None, by: str, tokens_as: str
 ) -> pd.DataFrame:
     """Rank the valid units of a set by their vectors along a direction; see `FactorSet.writers` for arguments and errors.
-
-    Args:
-        factors: site name -> Factors.
-        side: "write" or "read", the vectors that are compared.
-    """
+    factors: site name -> Factors; side: "write" or "read", the vectors that are compared."""
     sites = [site for site in factors if is_site_name(site) and split_name(site)[1] in _KINDS[side]]
     if not sites:
         raise UnitSourceError(

@@ -50,12 +50,8 @@ def clear_remains(folder: Path, call: str) -> None:
 
 
 def write_index(folder: Path, entries: Mapping[str, Mapping[str, Any]], provenance: Mapping[str, Any]) -> None:
-    """Make the folder hold exactly these matrices, in this order.
-
-    Args:
-        entries: site -> what `write_site` returned, with "settings" and "provenance".
-        provenance: of the whole set. Numbers that are not finite become null.
-    """
+    """Make the folder hold exactly these matrices, in this order. entries: site -> what `write_site` returned, with "settings"
+    and "provenance"; provenance: of the whole set. Numbers that are not finite become null."""
     # Made into text first: values that json cannot write must fail before anything is replaced.
     text = json.dumps(seal({"format": FORMAT_VERSION, "provenance": provenance, "sites": entries}), indent=1)
     former = _named_in(folder)

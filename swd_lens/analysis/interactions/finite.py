@@ -135,12 +135,8 @@ class _Paired:
 
 
 def _most_energetic(run: SiteRun, sites: Sequence[Site], out: Site, top: int, progress: bool) -> list[_Paired]:
-    """The `top` valid units of each site by energy.
-
-    Args:
-        sites: the run's site, and others whose units are paired with its own.
-        out: mlp_out, whose dense weight units write through.
-    """
+    """The `top` valid units of each site by energy. sites: the run's site, and others whose units are paired with its own;
+    out: mlp_out, whose dense weight units write through."""
     factors = [paired_factors(run.attached, site) for site in sites]
     totals = [torch.zeros(of_site.n_units, dtype=torch.float64) for of_site in factors]
     for seen in run.batches(label="energies" if progress else None, others=sites[1:]):

@@ -54,12 +54,8 @@ class Cost(PlainRecord):
 
 
 def cost_of(settings: ItemSettings, shape: Shape | None = None, speed: float | int | None = None) -> Cost:
-    """Cost of an item alone.
-
-    Args:
-        shape: of the host; None = that of the profile's model.
-        speed: operations per second; None = measured now.
-    """
+    """Cost of an item alone. shape: of the host; None = that of the profile's model; speed: operations per second; None =
+    measured now."""
     shape = SHAPES[settings["model"]] if shape is None else shape
     speed = product_speed(torch.device("cpu")) if speed is None else speed
     works = list(works_of(settings, shape))

@@ -313,14 +313,8 @@ def _remove_weights(folder: Path, kept: set[Path]) -> None:
 
 
 def coders_of(provenance: Mapping[str, Any], *, meta: bool = False, source: Path | None = None) -> nn.ModuleDict:
-    """Untrained coders of every site, by its kind.
-
-    Args:
-        meta: without memory, to be filled by load_state_dict(assign=True).
-        source: the folder that they are of, for the message.
-
-    Raises TrainError: settings that this swd_lens does not know.
-    """
+    """Untrained coders of every site, by its kind. meta: without memory, to be filled by load_state_dict(assign=True); source:
+    the folder that they are of, for the message. Raises TrainError: settings that this swd_lens does not know."""
     try:
         settings, coder = METHODS[provenance["method"]]
         spec = settings(**provenance["settings"])
