@@ -24,8 +24,8 @@ from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.fast_forward import Masks, Runner, Shared, Values, find_fast_forward
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host
-from swd_lens.hosts.frozen import frozen
 from swd_lens.hosts.fused import fused_attention
+from swd_lens.hosts.host import frozen
 from swd_lens.tasks.task import Bucket, TaskSplit
 from swd_lens.units import Attachment
 

@@ -42,7 +42,7 @@ from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.scores import require_finite
 from swd_lens.hosts import Host, Start, require_gradients, require_no_dropout
-from swd_lens.hosts.frozen import frozen
+from swd_lens.hosts.host import frozen
 from swd_lens.hosts.predictions import Predictions
 from swd_lens.hosts.recording import record, require_seen, standing_hooks
 from swd_lens.hosts.sites import Site

@@ -32,8 +32,7 @@ from swd_lens.base.machine import available_bytes, product_speed
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.gradients import TOKENS
-from swd_lens.factorization.job import Job
-from swd_lens.factorization.options import SolveOptions
+from swd_lens.factorization.job import Job, SolveOptions
 from swd_lens.factorization.solve_task import naming
 from swd_lens.factorization.stages import stages_of, with_room
 from swd_lens.hosts import host_of

@@ -1,7 +1,7 @@
 """factorize: from a host and a pattern to a FactorSet.
 
 0. With a goal in place of a sparsity: search for it (goal.py); each trial is a call of the steps below.
-1. Check the arguments and find the sites, in execution order (job.py, options.py); forecast their cost (estimate.py); with
+1. Check the arguments and find the sites, in execution order (job.py); forecast their cost (estimate.py); with
    basis="auto", see what the text says of each (basis.py).
 2. With out=: hold the folder, or be refused at once; take over the matrices that an earlier, interrupted call finished there,
    if they are what this call would make; and what shards of it have finished (checkpoint.py). Refuse what does not fit into
@@ -35,9 +35,8 @@ from swd_lens.factorization.checkpoint import Checkpoint, Shard, writing_checkpo
 from swd_lens.factorization.estimate import Estimate, SiteEstimate, forecast
 from swd_lens.factorization.goal import Goal, GoalSearch, divided, paths_of, scaled, settings_of_search
 from swd_lens.factorization.gradients import require_loss
-from swd_lens.factorization.job import Job
+from swd_lens.factorization.job import Job, SolveOptions
 from swd_lens.factorization.matrices import sparsity_of_each
-from swd_lens.factorization.options import SolveOptions
 from swd_lens.factorization.solve_task import made_by
 from swd_lens.factorization.stages import Calibrated, ReplacedHost, stages_of
 from swd_lens.factorization.workers import Solved, SolveTask, open_workers

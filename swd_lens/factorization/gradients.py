@@ -26,8 +26,8 @@ from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import host_of, require_gradients, require_no_dropout
 from swd_lens.hosts.families import facts_of
-from swd_lens.hosts.frozen import frozen
 from swd_lens.hosts.fused import fused_attention
+from swd_lens.hosts.host import frozen
 from swd_lens.hosts.predictions import Predictions
 from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import Site, overlapping

@@ -1,14 +1,14 @@
 """Job: what is to be factorized and how, checked once: the arguments of `factorize`, `estimate` and `allocate`.
 
 1. `Job.of` takes the matrices (matrices.py), refuses what no factorization can be made with, and settles what depends on them: a
-   sparsity and a basis for each, and the precision of Grams. The other arguments stay together (options.py).
+   sparsity and a basis for each, and the precision of Grams. The other arguments stay together (`SolveOptions`).
 2. `with_bases` changes the bases, once text has been looked at (basis.py).
 3. A job says what follows from its arguments: the provenance of the set, the recipe of each matrix (checkpoint.py) and the task
    that its solve is (solve.py).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -16,23 +16,69 @@ import torch
 from torch import Tensor
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import ShardError, UnknownSiteError, warn
+from swd_lens.base.checks import bounded, one_of
+from swd_lens.base.errors import ShardError, UnknownSiteError, legible, quoted, warn
 from swd_lens.base.settings import AUTO
 from swd_lens.factorization.checkpoint import Recipe, Shard, host_fingerprint
 from swd_lens.factorization.gradients import require_loss
 from swd_lens.factorization.matrices import affordable, basis_asked, basis_of_each, matrices_of, sparsity_of_each
-from swd_lens.factorization.options import SolveOptions
 from swd_lens.factorization.solve_task import SolveTask, naming
 from swd_lens.factorization.stages import Calibrated
 from swd_lens.hosts import find_sites, host_of, matrix_entries
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import PACKED, Pattern, Site
-from swd_lens.solver import AnySpec, resolve
+from swd_lens.solver import DEFAULT_PRESET, AnySpec, resolve
 from swd_lens.solver.budget import edges
 from swd_lens.solver.validate import resolve_units
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import probe_tokens
 from swd_lens.units.match import weight_fingerprint
+
+CALIBRATIONS = ("sequential", "corrected", "per_block", "dense")
+
+
+@dataclass(frozen=True)
+class SolveOptions:
+    """How matrices are factorized; see `swd_lens.factorize` for each.
+
+    Raises:
+        ValueError: a value that no factorization can be made with, or a device that is not there.
+    """
+
+    preset: str = DEFAULT_PRESET  # preset, units, basis: the solver's, for all matrices; a basis of None is the default
+    units: int | float | str | None = None
+    basis: Any = None
+    calibration: str = "sequential"  # calibration, batch_size, gram_dtype, weigh_outputs: what each matrix is fitted to
+    batch_size: int = 16
+    gram_dtype: str = AUTO
+    weigh_outputs: bool = False
+    device: str | torch.device | None = None  # device, workers, threads: where matrices are solved
+    workers: int | str = 1
+    threads: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # further settings of the preset
+
+    def __post_init__(self) -> None:
+        one_of("calibration", self.calibration, CALIBRATIONS)
+        bounded("batch_size", self.batch_size, 1)
+        one_of("gram_dtype", self.gram_dtype, (AUTO, "float32", "float64"))
+        if self.device is not None:  # before anything is calibrated, not after
+            try:
+                torch.empty(1, device=self.device)
+            except (RuntimeError, AssertionError, NotImplementedError) as cause:
+                why = (str(cause).splitlines() or [type(cause).__name__])[0]
+                raise ValueError(
+                    f"device={quoted(str(self.device))} cannot be used here: {legible(why)}. None solves where the host is"
+                ) from cause
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `factorize` that say the same."""
+        named = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "settings"}
+        return {**named, **self.settings}
+
+    @property
+    def solver(self) -> dict[str, Any]:
+        """The further settings, and the basis where one is given: what was asked of the solver beside preset and units."""
+        return {**self.settings} if self.basis is None else {**self.settings, "basis": self.basis}
 
 
 @dataclass(frozen=True)

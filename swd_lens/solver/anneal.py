@@ -28,7 +28,7 @@ the coordinates of the metric C (metric.py); the loss is tr((M - AB)^T C (M - AB
 How it differs from the paper's solver (dsf.py): the penalty is annealed and the dual rescaled with it; the support is chosen
 once per block (about a third less error in trials); the full Gram takes part in the alternation (28 % less on the golden
 matrices) and in the refinement (6 % less). The sums are in tests/benchmarks/RESULTS.md; what each
-setting was measured against is in spec.py, automatic.py and presets.py.
+setting was measured against is in spec.py and automatic.py.
 """
 
 from dataclasses import dataclass, replace

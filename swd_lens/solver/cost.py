@@ -13,9 +13,8 @@ from typing import Any
 
 from swd_lens.solver.births import STARTS, STEPS
 from swd_lens.solver.outputs import REFIT_ROUNDS, REFIT_STEPS
-from swd_lens.solver.presets import DEFAULT_PRESET, resolve
 from swd_lens.solver.prune import REFIT_ROUNDS as SWAP_REFIT_ROUNDS
-from swd_lens.solver.spec import AnnealSpec, DsfSpec, PruneSpec, SvdPruneSpec
+from swd_lens.solver.spec import DEFAULT_PRESET, AnnealSpec, DsfSpec, PruneSpec, SvdPruneSpec, resolve
 from swd_lens.solver.swaps import STEPS as SWAP_STEPS
 from swd_lens.solver.validate import check_sparsity, resolve_units
 

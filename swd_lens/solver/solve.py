@@ -27,8 +27,7 @@ from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.solver import anneal, dsf, outputs, prune, svd_prune
 from swd_lens.solver.automatic import automatic_shrinkage
 from swd_lens.solver.budget import Budget, plan_budget, plan_pruned, plan_shares
-from swd_lens.solver.presets import DEFAULT_PRESET, resolve
-from swd_lens.solver.spec import AUTO, AnnealSpec, DsfSpec, OnIteration, PruneSpec
+from swd_lens.solver.spec import AUTO, DEFAULT_PRESET, AnnealSpec, DsfSpec, OnIteration, PruneSpec, resolve
 from swd_lens.solver.support import first_largest
 from swd_lens.solver.validate import check_gram, check_sparsity, check_tokens, check_weight, resolve_units, sparsity_of
 

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from swd_lens.base.errors import quoted
 from swd_lens.factorization.calibration_text import CalibrationText
-from swd_lens.solver.presets import PRESETS
-from swd_lens.solver.spec import AnnealSpec
+from swd_lens.solver.spec import PRESETS, AnnealSpec
 from swd_lens.tasks.split import TaskSplit
 
 # Axis -> what changes along it, as the card says it.

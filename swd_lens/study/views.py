@@ -24,8 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.analysis.audit import WRITES_RESIDUAL, Context, Edges, LogitEffect, TaskRank, UnitCard, top_contexts
-from swd_lens.analysis.audit.passage import beginning_of
-from swd_lens.analysis.audit.vectors import Readout
+from swd_lens.analysis.audit.vectors import Readout, beginning_of
 from swd_lens.base.divergence import kl
 from swd_lens.base.record import checked
 from swd_lens.circuits import Comparison

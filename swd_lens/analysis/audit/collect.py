@@ -21,10 +21,9 @@ from torch import Tensor
 
 from swd_lens.analysis.audit.contexts import Context, TokenNames, TopPlaces
 from swd_lens.analysis.audit.labels import UnitLabels
-from swd_lens.analysis.audit.passage import N_TOKENS
 from swd_lens.analysis.audit.result import NEIGHBOURS, Audit
 from swd_lens.analysis.audit.statistics import SiteAudit, Statistics
-from swd_lens.analysis.audit.vectors import Readout
+from swd_lens.analysis.audit.vectors import N_TOKENS, Readout
 from swd_lens.base import __version__
 from swd_lens.base.errors import legible
 from swd_lens.base.progress import tqdm

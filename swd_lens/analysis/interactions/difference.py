@@ -34,7 +34,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.analysis.interactions.activation import Activation
+from swd_lens.analysis.interactions.site import Activation
 
 # What all units' own differences f(h) - f(h - c_i) may take for one block of tokens; it decides how long a block is.
 _BLOCK_BYTES = 2**29

@@ -15,10 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.analysis.interactions.activation import find_activation
 from swd_lens.analysis.interactions.difference import GateUpSums, PairSums
 from swd_lens.analysis.interactions.result import UnitInteractions, UpUnits
-from swd_lens.analysis.interactions.site import SiteRun, attached, paired_factors, site_named, text_of
+from swd_lens.analysis.interactions.site import SiteRun, attached, find_activation, paired_factors, site_named, text_of
 from swd_lens.base.checks import bounded
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.base.progress import tqdm

@@ -24,8 +24,7 @@ from swd_lens.base.undo import Undo
 from swd_lens.hosts.bridge.cache import empty_cache, is_known, joined, repeated, to_run_on
 from swd_lens.hosts.bridge.leaves import arguments_of
 from swd_lens.hosts.families import facts_of
-from swd_lens.hosts.host import Begun, Start
-from swd_lens.hosts.prefixes import require_before, require_kept
+from swd_lens.hosts.host import Begun, Start, require_before, require_kept
 
 StandIn = tuple[nn.Module, Callable[..., Any]]  # a module, and what is called in its place, for the time being
 

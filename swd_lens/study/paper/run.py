@@ -23,11 +23,10 @@ from swd_lens.base.writer import writing
 from swd_lens.hosts.embedded import load_default_model
 from swd_lens.hosts.load import load_host
 from swd_lens.study.paper import circuit_items, inside_items, quality_items, whole_model
-from swd_lens.study.paper.costs import Cost, cost_of
+from swd_lens.study.paper.costs import SHAPES, Cost, Shape, cost_of
 from swd_lens.study.paper.materials import Materials
 from swd_lens.study.paper.result import RESULT, ItemResult
 from swd_lens.study.paper.settings import ITEMS, ItemSettings, profiles_of, settings_of
-from swd_lens.study.paper.shapes import SHAPES, Shape
 
 RUNS: dict[str, Callable[[Materials, ItemSettings], ItemResult]] = {
     "data-efficiency": quality_items.tokens_needed,

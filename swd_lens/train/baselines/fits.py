@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from swd_lens.base.divergence import kl, log_probabilities
 from swd_lens.hosts import Host, Start
-from swd_lens.hosts.frozen import frozen
+from swd_lens.hosts.host import frozen
 from swd_lens.hosts.predictions import Predictions
 from swd_lens.hosts.recording import record, require_seen
 from swd_lens.hosts.sites import Site

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import FinetuneError
-from swd_lens.hosts.frozen import frozen
+from swd_lens.hosts.host import frozen
 from swd_lens.hosts.predictions import Predictions
 from swd_lens.units import Projection, UnitSet, attach
 from swd_lens.units.factors import Factors
