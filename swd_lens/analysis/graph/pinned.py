@@ -88,7 +88,15 @@ def positions(nodes: Sequence[Mapping[str, Any]], pinned: Sequence[str], superno
     places: dict[int, tuple[float, float]] = {}
     for level, row in enumerate(rows):
         y = _HIGH * (1 - level / max(len(rows) - 1, 1))
-        xs = _apart([boxes[i].column / last * _WIDE for i in row])
+        # Ascending places, moved as little to the right, then to the left, as it takes to be a box apart.
+        gap, moved = _WIDE / _IN_A_ROW, [boxes[i].column / last * _WIDE for i in row]
+        for i in range(1, len(moved)):
+            moved[i] = max(moved[i], moved[i - 1] + gap)
+        limit = _WIDE
+        for i in reversed(range(len(moved))):
+            moved[i] = min(moved[i], limit)
+            limit = moved[i] - gap
+        xs = moved
         places |= {i: (x, y) for i, x in zip(row, xs, strict=True)}
     placed = [places[i] for i in range(len(boxes))]
     spare = [(i % _IN_A_ROW * _WIDE / _IN_A_ROW, 1000.0) for i in range(_MOST - len(boxes))]
@@ -113,15 +121,3 @@ def _boxes(nodes: Sequence[Mapping[str, Any]], pinned: set[str], supernodes: Seq
         rows, columns = ([value(node) for node in members] for value in (row, lambda node: node["ctx_idx"]))
         boxes.append(_Box(",".join(sorted(features)), sum(rows) / len(rows), sum(columns) / len(columns)))
     return boxes
-
-
-def _apart(xs: Sequence[float]) -> list[float]:
-    """Ascending places, moved as little to the right, then to the left, as it takes to be a box apart."""
-    gap, moved = _WIDE / _IN_A_ROW, list(xs)
-    for i in range(1, len(moved)):
-        moved[i] = max(moved[i], moved[i - 1] + gap)
-    limit = _WIDE
-    for i in reversed(range(len(moved))):
-        moved[i] = min(moved[i], limit)
-        limit = moved[i] - gap
-    return moved

@@ -62,10 +62,20 @@ def contents(
     if attention is not None:
         values[0]["attention"] = _attention(graph, attention)
     number = _numbers(graph, [name for members in groups.values() for name in members], "these groups")
+    # Unit -> what is known of it; the labels given here win over the audit's, and these over the graph's.
+    cards = _cards(audit, units)
+    sites = {parse_unit(unit)[0] for unit in units}
+    given = {"{}/{}".format(*read_unit(unit, sites)): label for unit, label in labels.items()}
+    described: dict[str, Any] = {}
+    for unit, text in units.items():
+        card = cards.get(unit)
+        label = _label(unit, given.get(unit)) or getattr(card, "label", None) or UnitLabel(text or "")
+        about = {name: getattr(label, name) for name in ("label", "note", "author") if getattr(label, name)}
+        described[unit] = {**about, **({} if card is None else _card(card))}
     return {
         "version": __version__,
         "graphs": values,
-        "units": _units(units, audit, labels),
+        "units": described,
         "groups": [
             {"name": visible(name), "members": [number[node] for node in members]} for name, members in groups.items() if members
         ],
@@ -123,20 +133,6 @@ def _numbers(graph: GraphData, names: Iterable[str], what: str) -> dict[str, int
     if missing := sorted({name for name in names if name not in number}):
         raise ValueError(f"{what} are of another graph: {len(missing)} of their nodes are not in this one, such as {missing[0]}")
     return number
-
-
-def _units(units: Mapping[str, str], audit: Any, labels: Mapping[str, Any]) -> dict[str, Any]:
-    """Unit -> what is known of it; the labels given here win over the audit's, and these over the graph's."""
-    cards = _cards(audit, units)
-    sites = {parse_unit(unit)[0] for unit in units}
-    given = {"{}/{}".format(*read_unit(unit, sites)): label for unit, label in labels.items()}
-    described: dict[str, Any] = {}
-    for unit, text in units.items():
-        card = cards.get(unit)
-        label = _label(unit, given.get(unit)) or getattr(card, "label", None) or UnitLabel(text or "")
-        about = {name: getattr(label, name) for name in ("label", "note", "author") if getattr(label, name)}
-        described[unit] = {**about, **({} if card is None else _card(card))}
-    return described
 
 
 def _cards(audit: Any, units: Iterable[str]) -> dict[str, UnitCard]:
