@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from swd_lens.base.errors import AttachError, UnsupportedHostError, legible, warn
 from swd_lens.hosts.adapters import require_no_adapter
+from swd_lens.hosts.bridge import fused
 from swd_lens.hosts.bridge.experts import ExpertMatrix, call_matrices
 from swd_lens.hosts.bridge.leaves import (
     Packed,
