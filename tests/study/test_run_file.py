@@ -137,7 +137,7 @@ def test_what_is_not_there_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"run\.json is not a run, or damaged"):
         Run.load(tmp_path)
     (tmp_path / "run.json").write_text("[]")
-    with pytest.raises(ValueError, match="lacks format, settings, seconds"):
+    with pytest.raises(ValueError, match="is not a run, or damaged"):
         Run.load(tmp_path)
 
 
