@@ -42,11 +42,8 @@ _TAKES = {
 
 @unparted  # it comes before the first line of a call, which may be one that takes units out
 def check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Require that each argument may stand where it does.
-
-    Raises:
-        TypeError: one that belongs elsewhere, or too many by position.
-    """
+    """Require that each argument may stand where it does. Raises TypeError: one that belongs elsewhere, or too many by
+    position."""
     positional, named = _signature(function)
     shown = positional[1:] if positional[:1] in (("self",), ("cls",)) else positional
     if positional and len(args) > len(positional):

@@ -52,15 +52,10 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Folded:
-    """A part of a card that shows itself on a click: settings, provenance, whatever is looked up and not read.
+    """A part of a card that shows itself on a click: settings, provenance, whatever is looked up and not read."""
 
-    Attributes:
-        summary: what there is to unfold.
-        part: whatever a card takes.
-    """
-
-    summary: str
-    part: Any
+    summary: str  # what there is to unfold
+    part: Any  # whatever a card takes
 
 
 def card(title: str, *parts: Any) -> str:
@@ -87,11 +82,15 @@ def _part(part: Any, title: str) -> str:
     if hasattr(part, "_repr_html_"):
         return part._repr_html_()
     if isinstance(part, Mapping):
-        return _facts(part)
+        # Names and values, one row each; those of a mapping within are named after it.
+        facts = _flat(part)
+        rows = "".join(
+            f'<tr><th scope="row">{escape(visible(name))}</th><td>{escape(text)}</td></tr>' for name, text in facts[:_FACTS]
+        )
+        more = len(facts) - _FACTS
+        rest = f'<p class="swd-soft">and {more:,} more</p>' if more > 0 else ""
+        return f'<div class="swd-scroll"><table class="swd-table swd-facts"><tbody>{rows}</tbody></table></div>{rest}'
     return f"<p>{escape(visible_lines(str(part)))}</p>"
-
-
-# ---------------------------------------------------------------------------------------------- tables
 
 
 def _table(frame: pd.DataFrame) -> str:
@@ -152,17 +151,6 @@ def _text(value: Any) -> str:
 
 def _is_missing(value: Any) -> bool:
     return value is None or value is pd.NA or value is pd.NaT or (isinstance(value, float) and math.isnan(value))
-
-
-def _facts(values: Mapping[str, Any]) -> str:
-    """Names and values, one row each; those of a mapping within are named after it."""
-    facts = _flat(values)
-    rows = "".join(
-        f'<tr><th scope="row">{escape(visible(name))}</th><td>{escape(text)}</td></tr>' for name, text in facts[:_FACTS]
-    )
-    more = len(facts) - _FACTS
-    rest = f'<p class="swd-soft">and {more:,} more</p>' if more > 0 else ""
-    return f'<div class="swd-scroll"><table class="swd-table swd-facts"><tbody>{rows}</tbody></table></div>{rest}'
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:

@@ -25,20 +25,13 @@ _PART_BYTES = 2**24  # of one tensor of log-probabilities that are compared at o
 
 @dataclass(frozen=True)
 class Divergence:
-    """Sums over predictions; two of them add up.
+    """Sums over predictions; two of them add up."""
 
-    Attributes:
-        ce_dense, ce: cross-entropy of the dense and of the replaced host, in nats.
-        kl: KL(dense || replaced), in nats.
-        top1_agreement: predictions whose most likely token is the same.
-        n_predictions: how many.
-    """
-
-    ce_dense: float = 0.0
+    ce_dense: float = 0.0  # ce_dense, ce: cross-entropy of the dense and of the replaced host, in nats
     ce: float = 0.0
-    kl: float = 0.0
-    top1_agreement: float = 0.0
-    n_predictions: int = 0
+    kl: float = 0.0  # KL(dense || replaced), in nats
+    top1_agreement: float = 0.0  # predictions whose most likely token is the same
+    n_predictions: int = 0  # how many
 
     def __add__(self, other: "Divergence") -> "Divergence":
         return Divergence(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -118,8 +111,7 @@ class DensePredictions:
             counted: which predictions count; None: all.
             each: gets the KL of each prediction, also of those that do not count.
 
-        Raises:
-            ValueError: a cross-entropy is not finite.
+        Raises ValueError: a cross-entropy is not finite.
         """
         total = Divergence()
         with torch.no_grad():
@@ -183,10 +175,7 @@ def kl_per_prediction(
     before: Float[Tensor, "predictions vocab"], after: Float[Tensor, "predictions vocab"]
 ) -> Float[Tensor, " predictions"]:
     """KL(before || after) of every row of logits, in nats; float64, on the CPU, never below 0. A chunk of rows at a time.
-
-    Raises:
-        ValueError: one is not finite.
-    """
+    Raises ValueError: one is not finite."""
     rows = max(1, CHUNK_BYTES // (8 * before.shape[-1]))
     with torch.no_grad():
         chunks = zip(before.split(rows), after.split(rows), strict=True)

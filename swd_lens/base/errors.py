@@ -16,6 +16,7 @@
 """
 
 import sys
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -77,22 +78,18 @@ def errors_seen(function: Function) -> Function:
         try:
             return function(*args, **kwargs)
         except Exception as raised:
-            _show_all(raised)
+            # Make visible the text of an error and of all that it was raised from; our own text stays as it is.
+            seen_already: set[int] = set()
+            waiting = [raised]
+            while waiting:
+                each = waiting.pop()
+                if each is not None and id(each) not in seen_already:
+                    seen_already.add(id(each))
+                    each.args = tuple(visible_lines(arg) if isinstance(arg, str) else arg for arg in each.args)
+                    waiting += [each.__cause__, each.__context__]
             raise
 
     return told  # pyright: ignore[reportReturnType]
-
-
-def _show_all(raised: BaseException | None) -> None:
-    """Make visible the text of an error and of all that it was raised from; our own text stays as it is."""
-    told: set[int] = set()
-    waiting = [raised]
-    while waiting:
-        each = waiting.pop()
-        if each is not None and id(each) not in told:
-            told.add(id(each))
-            each.args = tuple(visible_lines(arg) if isinstance(arg, str) else arg for arg in each.args)
-            waiting += [each.__cause__, each.__context__]
 
 
 def brief(text: str) -> str:
@@ -269,6 +266,11 @@ class UnsealedFileWarning(_Shown, UserWarning):
 
 
 # ---------------------------------------------------------------------------------------------- warnings
+
+
+def warn(text: str, kind: type[Warning] = UserWarning) -> None:
+    """Warn, at the first line outside of swd_lens that led here."""
+    warnings.warn(kind(text), stacklevel=callers_level())
 
 
 def callers_level() -> int:

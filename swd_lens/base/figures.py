@@ -87,12 +87,8 @@ def family_style(family: int, member: int = 0) -> dict:
 
 
 def line_figure(table: Any, x: str, y: str, *, title: str = "") -> Figure:
-    """The columns of a table of numbers as curves over its index, with a line at zero where they have both signs.
-
-    Args:
-        table: a pandas DataFrame; its columns' names are the legend.
-        x, y: what its index and its values are.
-    """
+    """The columns of a table of numbers as curves over its index, with a line at zero where they have both signs. table: a
+    pandas DataFrame; its columns' names are the legend; x, y: what its index and its values are."""
     figure, axes = new_figure(width=7.4)
     ax = axes[0, 0]
     for i, name in enumerate(table.columns):
@@ -141,8 +137,7 @@ def heatmap(
         rows, columns: tick labels (plain text); None = numbers.
         bar: draw the colour bar.
 
-    Returns:
-        The image, for a bar shared by several panels.
+    Returns: The image, for a bar shared by several panels.
     """
     array = np.asarray(values, dtype=float)
     top = float(np.nanmax(np.abs(array), initial=0.0)) if largest is None else float(largest)

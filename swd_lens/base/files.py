@@ -34,8 +34,7 @@ def atomic(path: Path) -> Iterator[Path]:
     mode that the user's umask gives, whatever the library that writes it would choose. Where `path` is a link, it stays one: the
     file that it leads to is replaced.
 
-    Raises:
-        OSError: the disk is full, or it cannot be written; the path is named, whoever said so.
+    Raises OSError: the disk is full, or it cannot be written; the path is named, whoever said so.
     """
     if fault := fault_of_name(path):  # Python's own error would not name it
         raise _not_written(path, fault)
@@ -64,11 +63,8 @@ def fault_of_name(path: str | Path) -> str | None:
 
 
 def behind_link(path: Path) -> Path:
-    """The file that is written under this name: where it is a link, what it leads to.
-
-    Raises:
-        OSError: it leads into a folder that is not there, such as that of a disk which is not mounted.
-    """
+    """The file that is written under this name: where it is a link, what it leads to. Raises OSError: it leads into a folder
+    that is not there, such as that of a disk which is not mounted."""
     if not path.is_symlink():
         return path
     target = Path(os.path.realpath(path))
@@ -98,11 +94,8 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def workplace_beside(path: Path, mode: int = 0o777) -> Iterator[Path]:
-    """A folder beside `path` for as long as the block runs; once this process is dead, `remove_remains` removes it.
-
-    Args:
-        mode: of what lies around it, before the umask.
-    """
+    """A folder beside `path` for as long as the block runs; once this process is dead, `remove_remains` removes it. mode: of
+    what lies around it, before the umask."""
     with ExitStack() as ends:
         while True:
             place = path.with_name(f".{path.name}.{uuid.uuid4().hex[:16]}.part")

@@ -41,11 +41,8 @@ _lock = threading.RLock()
 
 @dataclass(eq=False)
 class _Holder:
-    """The thread that uses a host, and the calls and attachments for which it does.
-
-    Attributes:
-        begun: of threads whose forward had begun when the host was taken: the frame of that forward, by the thread's number.
-    """
+    """The thread that uses a host, and the calls and attachments for which it does. begun: of threads whose forward had begun
+    when the host was taken: the frame of that forward, by the thread's number."""
 
     thread: threading.Thread
     call: str
@@ -74,24 +71,15 @@ _holders: WeakKeyDictionary[Any, _Holder] = WeakKeyDictionary()
 
 
 def hold(model: Any, call: str, push: Push) -> None:
-    """Give the host to this thread until the pushed step has been run.
-
-    Args:
-        call: the function for which it is held, as others are told: "attach".
-
-    Raises:
-        HostInUseError: another thread uses it.
-    """
+    """Give the host to this thread until the pushed step has been run. call: the function for which it is held, as others are
+    told: "attach". Raises HostInUseError: another thread uses it."""
     take(model, call, object(), push)
 
 
 @joint
 def take(model: Any, call: str, reason: object, push: Push) -> None:
-    """Give the host to this thread, for one reason more, until the pushed step has been run.
-
-    Raises:
-        HostInUseError: another thread uses it, or is in a forward of it that does not end.
-    """
+    """Give the host to this thread, for one reason more, until the pushed step has been run. Raises HostInUseError: another
+    thread uses it, or is in a forward of it that does not end."""
     holder = _entered(model, call, reason, push)
     until = time.monotonic() + WAIT_FOR_FORWARD
     while holder.begun:
@@ -140,9 +128,6 @@ def _release(model: Any, holder: _Holder, reason: object) -> None:
                 elif isinstance(standing, Guard):
                     module.__dict__[name] = standing.former
             del _holders[model]
-
-
-# ---------------------------------------------------------------------------------------------- guards
 
 
 class Guard:
@@ -203,9 +188,6 @@ def _guarded(model: Any) -> Iterator[tuple[Any, str]]:
     yield from ((model, name) for name in GUARDED if hasattr(type(model), name))
     if wrapped is not None:
         yield wrapped, "forward"
-
-
-# ---------------------------------------------------------------------------------------------- forwards that run
 
 
 def _forwards(model: Any) -> dict[int, FrameType]:

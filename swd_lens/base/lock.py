@@ -27,11 +27,8 @@ class NoLocks(OSError):
 
 
 class Lock:
-    """A lock that this process holds until `free`; without a file, one that nobody else sees.
-
-    Attributes:
-        held: False once it is free, and in every forked child.
-    """
+    """A lock that this process holds until `free`; without a file, one that nobody else sees. held: False once it is free, and
+    in every forked child."""
 
     def __init__(self, path: Path | None = None, file: IO[Any] | None = None):
         self.held = True
@@ -103,11 +100,7 @@ def take(path: Path, patience: float = 0.0, *, make: bool = True) -> Lock:
 
 
 def try_lock(file: IO[Any]) -> bool:
-    """Lock an open file until it is closed; False: another holds it.
-
-    Raises:
-        NoLocks: the file system has no locks.
-    """
+    """Lock an open file until it is closed; False: another holds it. Raises NoLocks: the file system has no locks."""
     try:
         _lock(file)
     except OSError as cause:

@@ -96,11 +96,7 @@ _CALL = """
 
 @dataclass(frozen=True)
 class Panel:
-    """One interactive panel.
-
-    Attributes:
-        html: the element that draws itself; a page puts `library()` once before all of them.
-    """
+    """One interactive panel. html: the element that draws itself; a page puts `library()` once before all of them."""
 
     html: str
 
@@ -124,11 +120,8 @@ def _cell() -> str | None:
 
 @cache
 def library() -> str:
-    """CircuitsVis as one <script> element (1.3 MB) with a line of style before it, for a page to hold once.
-
-    Raises:
-        ImportError: circuitsvis is not installed, or came without its script.
-    """
+    """CircuitsVis as one <script> element (1.3 MB) with a line of style before it, for a page to hold once. Raises
+    ImportError: circuitsvis is not installed, or came without its script."""
     try:
         import circuitsvis
     except ImportError:
@@ -168,8 +161,7 @@ def attention_heads(
         later: do not draw when the page is read; a script of the page takes `data-drawn` off and runs the panel's when it is
             time (a page with a hundred canvases opens slowly).
 
-    Raises:
-        ValueError: tokens, names and attention do not fit each other, or an entry is not finite.
+    Raises ValueError: tokens, names and attention do not fit each other, or an entry is not finite.
     """
     n_heads, dest, src = attention.shape
     names = [f"head {i}" for i in range(n_heads)] if names is None else [visible(str(name)) for name in names]
@@ -194,7 +186,14 @@ def attention_heads(
         "negativeColor": NEGATIVE,
         "maskUpperTri": causal,
     }
-    words = _in_words(shown, values, names, strongest)
+    items = []
+    for name, head in zip(names, values, strict=True):
+        flat = head.abs().flatten()
+        order = torch.sort(flat, descending=True, stable=True).indices[:strongest].tolist()
+        places = [(i // head.shape[1], i % head.shape[1]) for i in order if flat[i] > 0]
+        said = [f"{shown[t]} ({t}) from {shown[u]} ({u}): {float(head[t, u]):.{_DIGITS - 1}g}" for t, u in places]
+        items.append(f"<li>{escape(name)}: {escape('; '.join(said)) or 'nothing'}</li>")
+    words = f"<p>Largest entries, destination (position) from source (position):</p><ul>{''.join(items)}</ul>"
     return Panel(_element("AttentionHeads", props, visible(title), words, later))
 
 
@@ -208,14 +207,3 @@ def _element(name: str, props: dict[str, Any], title: str, words: str, later: bo
         f'<script type="application/json">{data}</script><script>{_CALL}</script>'
         f"<details><summary>{escape(title)}, in words</summary>{words}</details></div>"
     )
-
-
-def _in_words(tokens: Sequence[str], values: Tensor, names: Sequence[str], n: int) -> str:
-    items = []
-    for name, head in zip(names, values, strict=True):
-        flat = head.abs().flatten()
-        order = torch.sort(flat, descending=True, stable=True).indices[:n].tolist()
-        places = [(i // head.shape[1], i % head.shape[1]) for i in order if flat[i] > 0]
-        said = [f"{tokens[t]} ({t}) from {tokens[u]} ({u}): {float(head[t, u]):.{_DIGITS - 1}g}" for t, u in places]
-        items.append(f"<li>{escape(name)}: {escape('; '.join(said)) or 'nothing'}</li>")
-    return f"<p>Largest entries, destination (position) from source (position):</p><ul>{''.join(items)}</ul>"

@@ -24,7 +24,7 @@ from torch import Tensor
 from swd_lens.base import __version__
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import brief, legible, quoted, seen
-from swd_lens.base.sealed import read_sealed, readable, write_sealed
+from swd_lens.base.sealed import damaged, read_sealed, readable, write_sealed
 from swd_lens.base.surroundings import with_torch_defaults
 
 AnyRecord = TypeVar("AnyRecord", bound="PlainRecord")
@@ -123,13 +123,17 @@ class SavedRecord(Record):
             ERROR: it is not such a file, damaged, or of a later format.
         """
         values = read_sealed(Path(path), cls.WHAT, cls.ERROR)
-        version = values.get("format")
-        if type(version) is int and version > cls.FORMAT:
-            raise cls.ERROR(f"{legible(path)} has format {version}, newer than this swd_lens; update it")
+        require_format(path, values.get("format"), cls.FORMAT, cls.WHAT, cls.ERROR)
         with readable(path, cls.WHAT, cls.ERROR):
-            if type(version) is not int:
-                raise ValueError("no format")
             return cls.from_dict(values)
+
+
+def require_format(path: object, version: Any, newest: int, what: str, raised_as: type[Exception] = ValueError) -> None:
+    """Refuse a file of a later format, or of none. Raises `raised_as`; what: as in messages, "an allocation"."""
+    if type(version) is not int:  # True is no version
+        raise raised_as(damaged(path, what, "no format"))
+    if version > newest:
+        raise raised_as(f"{legible(path)} has format {version}, newer than this swd_lens; update it")
 
 
 def checked(record: str, values: Any, kinds: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any]:
@@ -140,8 +144,7 @@ def checked(record: str, values: Any, kinds: Mapping[str, Any], *, optional: boo
         kinds: name -> a type hint, as of a record's field.
         optional: names may be missing.
 
-    Raises:
-        ValueError: one is missing or of another kind; the message names it.
+    Raises ValueError: one is missing or of another kind; the message names it.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"not the values of a {record}: {type(values).__name__} in place of named fields")
@@ -163,9 +166,6 @@ def require_equal(record: str, name: str, value: Any, expected: Any) -> None:
     """Raise ValueError where a value of a record that was read differs from what others say of it."""
     if value != expected:
         raise ValueError(f"not the values of a {record}: {legible(f'{name} {value} instead of {expected}')}")
-
-
-# ---------------------------------------------------------------------------------------------- conversion
 
 
 def _reason(error: BaseException, kind: Any) -> str:

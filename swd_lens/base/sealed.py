@@ -14,7 +14,6 @@ The hash is of the values, not of their layout: a JSON file that an editor inden
 
 import hashlib
 import json
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,15 +24,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swd_lens.base.errors import UnsealedFileWarning, callers_level, legible
+from swd_lens.base.errors import UnsealedFileWarning, legible, warn
 from swd_lens.base.files import atomic, fault_of_name, plain, sha256, write_text
 
 SEAL = "sha256"
 _ATTEMPTS = 100  # to open a file that is exchanged all the time
 _MARK = "swd_lens "  # begins every hash: that a file has one is seen also where the name that it stands under is damaged
 _RESTORE = "Restore it from a copy, or make it again"
-
-# ---------------------------------------------------------------------------------------------- JSON
 
 
 def seal(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,8 +62,7 @@ def unseal(values: Any, path: str | Path, what: str, raised_as: type[Exception] 
         what: the kind of file, with its article: "a circuit".
         raised_as: the class that damaged files of this kind have.
 
-    Raises:
-        raised_as: no mapping, or other values than were written.
+    Raises raised_as: no mapping, or other values than were written.
     """
     if not isinstance(values, Mapping):
         raise raised_as(damaged(path, what, type(values).__name__))
@@ -84,22 +80,14 @@ def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path, what: str, raised_as: type[Exception] = ValueError) -> dict[str, Any]:
-    """Read what `write_sealed` wrote.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        raised_as: it is not JSON, or not what was written; see `unseal` for the arguments.
-    """
+    """Read what `write_sealed` wrote. Raises FileNotFoundError: there is no such file; raised_as: it is not JSON, or not what
+    was written; see `unseal` for the arguments."""
     return unseal(read_json(path, what, raised_as), path, what, raised_as)
 
 
 def read_json(path: Path, what: str, raised_as: type[Exception] = ValueError) -> Any:
-    """The values of any JSON file, sealed or not; the seal is left in.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        raised_as: it is not JSON.
-    """
+    """The values of any JSON file, sealed or not; the seal is left in. Raises FileNotFoundError: there is no such file;
+    raised_as: it is not JSON."""
     with readable(path, what, raised_as):
         return json.loads(Path(path).read_text(encoding="utf-8"))
 
@@ -123,11 +111,9 @@ def readable(path: str | Path, what: str, raised_as: type[Exception] = ValueErro
 
 def warn_of_missing_seal(path: str | Path) -> None:
     """Say that a file carries no hash; Python shows it once for a file."""
-    warnings.warn(
-        UnsealedFileWarning(
-            f"{path} carries no hash (it was written or edited by hand): a change on the disk would not be noticed. Save it again"
-        ),
-        stacklevel=callers_level(),
+    warn(
+        f"{path} carries no hash (it was written or edited by hand): a change on the disk would not be noticed. Save it again",
+        UnsealedFileWarning,
     )
 
 
@@ -141,15 +127,9 @@ def _digest(values: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------- tensors
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file with its hash, atomically.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written; the path is named and nothing is left behind.
-    """
+    """Write a safetensors file with its hash, atomically. Raises OSError: the disk is full, or the folder cannot be written;
+    the path is named and nothing is left behind."""
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with atomic(path) as temporary:
         save_file(on_cpu, str(temporary), {**metadata, SEAL: _MARK + tensor_digest(on_cpu, metadata)})
@@ -157,12 +137,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def open_tensors(path: Path, what: str, raised_as: type[Exception] = ValueError) -> Any:
-    """A safetensors file, mapped: what it holds can be read, with `read_tensors`, also when its name is gone.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        raised_as: it is not a safetensors file, or its name is not UTF-8.
-    """
+    """A safetensors file, mapped: what it holds can be read, with `read_tensors`, also when its name is gone. Raises
+    FileNotFoundError: there is no such file; raised_as: it is not a safetensors file, or its name is not UTF-8."""
     if fault := fault_of_name(path):
         raise raised_as(f"{legible(path)} cannot be read under {fault}. Give it, and the folders above it, other names")
     for attempt in range(_ATTEMPTS):
@@ -236,9 +212,6 @@ def _order_metadata(path: Path) -> None:
             file.write(text.ljust(length))
 
 
-# ---------------------------------------------------------------------------------------------- files of a folder
-
-
 def hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Relative name -> SHA-256 of each file; of a folder among the names, of every file in it."""
     hashes: dict[str, str] = {}
@@ -251,11 +224,8 @@ def hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def require_hashes(folder: Path, hashes: Mapping[str, str], what: str, raised_as: type[Exception] = ValueError) -> None:
-    """Require that the folder holds these files as they were written.
-
-    Raises:
-        raised_as: one is missing, has other bytes, or its name leads out of the folder.
-    """
+    """Require that the folder holds these files as they were written. Raises raised_as: one is missing, has other bytes, or
+    its name leads out of the folder."""
     for name, expected in hashes.items():
         path = folder / name
         # By its name: a user may have put a part of the folder on another disk, with a link in its place.

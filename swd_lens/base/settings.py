@@ -60,11 +60,7 @@ def setting(default: Any, **bounds: Any) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """Base of all settings; see the module.
-
-    Raises:
-        the class's `error`: a value that its field does not allow.
-    """
+    """Base of all settings; see the module. Raises the class's `error`: a value that its field does not allow."""
 
     error: ClassVar[type[Exception]] = ValueError
 
@@ -94,11 +90,8 @@ class Settings:
             raise self.error(f"{name}={quoted(value)}: give {expected}")
 
     def changed(self: AnySettings, overrides: Mapping[str, Any]) -> AnySettings:
-        """Copy the settings with other values; NumPy's numbers, as a sweep gives them, become Python's.
-
-        Raises:
-            the class's `error`: a setting that this class does not have, or a value out of its bounds.
-        """
+        """Copy the settings with other values; NumPy's numbers, as a sweep gives them, become Python's. Raises the class's
+        `error`: a setting that this class does not have, or a value out of its bounds."""
         known = [each.name for each in fields(self)]
         for name in overrides:
             if name not in known:
@@ -112,11 +105,7 @@ class Settings:
 
 
 def preset(presets: Mapping[str, AnySettings], name: str, raised_as: type[Exception]) -> AnySettings:
-    """The settings of this name.
-
-    Raises:
-        raised_as: there are none of this name; the nearest names are listed.
-    """
+    """The settings of this name. Raises raised_as: there are none of this name; the nearest names are listed."""
     if name not in presets:
         raise raised_as(f"no preset {quoted(name)}; {nearest(name, presets)}")
     return presets[name]

@@ -15,8 +15,7 @@ def fewest_with(
         gains: at least 0 each.
         edges: of each unit.
 
-    Returns:
-        (edges, units) of each prediction; 0 where it has no gains.
+    Returns: (edges, units) of each prediction; 0 where it has no gains.
     """
     ranked, order = gains.sort(dim=1, descending=True, stable=True)
     total = gains.sum(1, keepdim=True)

@@ -68,11 +68,8 @@ def as_normal_tensor(tensor: Tensor) -> Tensor:
 
 
 class TensorSnapshot:
-    """A record of what some tensors hold now, to be compared with what they hold later.
-
-    Args:
-        places: (mapping, key) of every tensor: a module's `_parameters`, so that a parameter that was replaced is noticed.
-    """
+    """A record of what some tensors hold now, to be compared with what they hold later. places: (mapping, key) of every
+    tensor: a module's `_parameters`, so that a parameter that was replaced is noticed."""
 
     def __init__(self, places: Iterable[tuple[Mapping[str, Tensor | None], str]]):
         self.places = tuple(places)

@@ -27,6 +27,15 @@ FOLDER, CALL = "parts", "call.json"
 _OUR_NAME = re.compile(r".*\.[0-9a-f]{12}\.(json|safetensors)")
 WHAT, CALL_WHAT = "a finished part", "the settings of a call"
 HOW_TO_RESUME = "Rerun with the original settings to resume, give another folder, or overwrite=True (--overwrite) to start again"
+# Hash among the settings of a call -> what messages call it; other settings name themselves.
+WORDS = {
+    "host_sha256": "the host",
+    "weight_sha256": "its weight",
+    "factors_sha256": "the factors",
+    "upstream_sha256": "factors of the earlier sites",
+    "tokens_sha256": "the tokens",
+    "heldout_sha256": "the held-out tokens",
+}
 Key = Sequence[str]
 Value = TypeVar("Value")
 
@@ -40,7 +49,6 @@ class CallFile:
         settings: what decides every result, as plain values by the name under which users read it.
         growing: name -> {entry: what decides it}; entries may be added, but not removed or changed.
         what: the kind of file, for messages.
-        words: setting -> what messages call it.
     """
 
     def __init__(
@@ -51,24 +59,20 @@ class CallFile:
         growing: Mapping[str, Mapping[str, Any]] = {},
         *,
         what: str = CALL_WHAT,
-        words: Mapping[str, str] = {},
     ):
-        self.folder, self.path, self.what, self.words = folder, folder / name, what, words
+        self.folder, self.path, self.what = folder, folder / name, what
         self.settings, self.growing = (json.loads(json.dumps(plain(v), default=str)) for v in (settings, growing))
         self.digest = _digest(self.settings)
 
     def read(self) -> dict[str, Any] | None:
-        """The values in the file; None where there is no file.
-
-        Raises:
-            ResumeError: it is of another call (every difference is named), or damaged.
-        """
+        """The values in the file; None where there is no file. Raises ResumeError: it is of another call (every difference is
+        named), or damaged."""
         try:
             then = read_sealed(self.path, self.what, ResumeError)
         except FileNotFoundError:
             return None
         with readable(self.path, self.what, ResumeError):
-            changed = differences(then["settings"], self.settings, self.words)
+            changed = differences(then["settings"], self.settings)
             for name, entries in then["growing"].items():
                 grown = differences(entries, self.growing.get(name, {}), may_grow=True)
                 changed += [f"{name}: {each}" for each in grown]
@@ -84,13 +88,9 @@ class CallFile:
         """Write plain values as a step of this call."""
         write_sealed(path, {"part": self._part(key), "values": values})
 
-    def read_values(self, path: Path, key: Key, what: str = WHAT) -> Any:
-        """Read what `write_values` wrote.
-
-        Raises:
-            ResumeError: it is of another call or key, or damaged.
-        """
-        return self._values_of(read_sealed(path, what, ResumeError), path, key, what)
+    def read_values(self, path: Path, key: Key) -> Any:
+        """Read what `write_values` wrote. Raises ResumeError: it is of another call or key, or damaged."""
+        return self._values_of(read_sealed(path, WHAT, ResumeError), path, key, WHAT)
 
     def write_tensors(self, path: Path, key: Key, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Write tensors and plain values as a step of this call; an earlier file is replaced."""
@@ -154,14 +154,8 @@ class StepCache:
         return self.folder is not None and any(self._path(key, kind).is_file() for kind in ("json", "safetensors"))
 
     def values(self, key: Key, make: Callable[[], Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Value]) -> Value:
-        """A step of plain values, made now or finished earlier.
-
-        Args:
-            read: builds the result from the values, as JSON gives them back (NaN is None there).
-
-        Raises:
-            ResumeError: the step is damaged.
-        """
+        """A step of plain values, made now or finished earlier. read: builds the result from the values, as JSON gives them
+        back (NaN is None there). Raises ResumeError: the step is damaged."""
         if self.folder is None:
             return read(make())
         path = self._path(key, "json")
@@ -198,22 +192,15 @@ def _digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def differences(
-    then: Mapping[str, Any], now: Mapping[str, Any], words: Mapping[str, str] = {}, *, may_grow: bool = False
-) -> list[str]:
-    """One phrase per value that differs; hashes are shown by their beginnings.
-
-    Args:
-        words: name of a value -> what messages call it.
-        may_grow: names that are new are no difference.
-    """
+def differences(then: Mapping[str, Any], now: Mapping[str, Any], *, may_grow: bool = False) -> list[str]:
+    """One phrase per value that differs; hashes are shown by their beginnings. may_grow: names that are new are no difference."""
 
     def short(value: Any) -> str:
         return value[:8] if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else repr(value)
 
     names = [*then, *(name for name in now if name not in then and not may_grow)]
     return [
-        f"{words.get(name, name)} {short(then.get(name))} then, {short(now.get(name))} now"
+        f"{WORDS.get(name, name)} {short(then.get(name))} then, {short(now.get(name))} now"
         for name in names
         if then.get(name) != now.get(name) or (name in then) != (name in now)
     ]

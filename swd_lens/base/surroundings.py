@@ -104,9 +104,6 @@ def _is_generator(function: Any) -> bool:
     return inspect.isgeneratorfunction(inspect.unwrap(function))
 
 
-# ---------------------------------------------------------------------------------------------- plain settings
-
-
 class _Call(Undo):
     """The outermost marked call of a thread; what it changed and the hosts that it claimed are given back when it ends."""
 
@@ -191,15 +188,9 @@ def _set_precision(of_process: str | None, of_backends: dict[Any, str]) -> None:
         backend.fp32_precision = value
 
 
-# ---------------------------------------------------------------------------------------------- one thread per host
-
-
 @interrupts.joint
 def claim(model: Any) -> None:
-    """Give this host to the marked call that runs, until it ends; outside of one nothing is done.
-
-    Raises:
-        HostInUseError: another thread uses it.
-    """
+    """Give this host to the marked call that runs, until it ends; outside of one nothing is done. Raises HostInUseError:
+    another thread uses it."""
     if (call := _thread.call) is not None:
         take(model, call.name, call, call.push)

@@ -18,14 +18,13 @@ import socket
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from swd_lens.base.errors import FolderInUseError, callers_level, legible
+from swd_lens.base.errors import FolderInUseError, legible, warn
 from swd_lens.base.files import behind_link, fault_of_name, naming, remove_remains
 from swd_lens.base.lock import VARIABLE, Lock, NoLocks, take, try_lock, wanted
 
@@ -60,12 +59,8 @@ def writing(folder: str | Path, call: str, n_bytes: int = 0, *, wait: bool = Fal
 
 @contextmanager
 def writing_file(path: str | Path, call: str, *, wait: bool = False) -> Iterator[Path]:
-    """`writing` of a single file: others may write other files of the folder. A link is held as what it leads to.
-
-    Raises:
-        FolderInUseError: another call writes this file.
-        OSError: it cannot be written; see `require_writable_file`.
-    """
+    """`writing` of a single file: others may write other files of the folder. A link is held as what it leads to. Raises
+    FolderInUseError: another call writes this file; OSError: it cannot be written; see `require_writable_file`."""
     path = Path(path)
     require_writable_file(path)
     target = behind_link(path)
@@ -74,11 +69,8 @@ def writing_file(path: str | Path, call: str, *, wait: bool = False) -> Iterator
 
 
 def require_writable_file(path: str | Path) -> None:
-    """Require a file that can be written into its folder.
-
-    Raises:
-        OSError: it is a folder, or its folder cannot be made, written or locked.
-    """
+    """Require a file that can be written into its folder. Raises OSError: it is a folder, or its folder cannot be made,
+    written or locked."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{legible(path)} is a folder; give the name of a file in it. Nothing was done")
@@ -121,11 +113,8 @@ def read_beside_writer(folder: Path, read: Callable[[], Value]) -> Value:
 
 
 def require_writable(folder: str | Path, n_bytes: int = 0) -> None:
-    """Require a folder that can be made, written and locked, on a disk with room for so many bytes.
-
-    Raises:
-        OSError: it is a file, lies below one, cannot be written or locked, or the disk is too small.
-    """
+    """Require a folder that can be made, written and locked, on a disk with room for so many bytes. Raises OSError: it is a
+    file, lies below one, cannot be written or locked, or the disk is too small."""
     folder = Path(folder)
     if fault := fault_of_name(folder):
         raise PermissionError(
@@ -152,7 +141,7 @@ def require_writable(folder: str | Path, n_bytes: int = 0) -> None:
     free = shutil.disk_usage(there).free
     if n_bytes > free:
         raise OSError(
-            f"{legible(folder)}: about {n_bytes / 1000000000.0:.2f} GB will be written and {free / 1000000000.0:.2f} GB are "
+            f"{legible(folder)}: about {n_bytes / 1e9:.2f} GB will be written and {free / 1e9:.2f} GB are "
             "free. Free some space, or give another disk; nothing was done"
         )
 
@@ -168,12 +157,7 @@ def _locked(target: Path, lock_file: Path, holder_file: Path, call: str, patienc
         raise _without_locks(target, cause) from cause
     try:
         if not wanted():
-            warnings.warn(
-                UserWarning(
-                    f"{legible(target)} is written without a lock ({VARIABLE}=0): no other call must write there meanwhile"
-                ),
-                stacklevel=callers_level(),
-            )
+            warn(f"{legible(target)} is written without a lock ({VARIABLE}=0): no other call must write there meanwhile")
         _held[target] = (threading.current_thread(), lock)
         now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         holder = {"call": call, "process": os.getpid(), "machine": socket.gethostname(), "since": now}

@@ -35,9 +35,6 @@ ABLATIONS = ("mean", "zero", "resample")
 MODES = ("keep", "ablate")
 
 
-# ---------------------------------------------------------------------------------------------- means
-
-
 class Means:
     """Running means of z at some sites over the prompts of a split."""
 
@@ -90,15 +87,9 @@ class Means:
         return self._finished
 
 
-# ---------------------------------------------------------------------------------------------- values
-
-
 def ablation_values(scores: UnitScores, ablation: str) -> dict[str, Float[Tensor, "*_pos _unit"]]:
-    """Activations that replace the units': their means over training prompts (paper §2.2), or zero.
-
-    Raises:
-        ValueError: neither "mean" nor "zero".
-    """
+    """Activations that replace the units': their means over training prompts (paper §2.2), or zero. Raises ValueError: neither
+    "mean" nor "zero"."""
     if ablation not in ("mean", "zero"):
         raise ValueError(
             f"ablation must be 'mean' or 'zero' here, got {quoted(ablation)} (resampled values belong to prompts: see evaluate)"
@@ -134,7 +125,24 @@ class Reference:
         self.host, self.sites, self.positions = host, list(sites), scores.settings["positions"]
         self.fixed = None if ablation == "resample" else ablation_values(scores, ablation)
         if self.fixed is None:
-            _require_corrupt(split, self.positions)
+            # Refuse a split that has no corrupt prompt for some example, or, at all positions, one of another length.
+            corrupt = split.corrupt or (None,) * len(split)
+            without = [i for i, tokens in enumerate(corrupt) if tokens is None]
+            if without:
+                raise TaskError(
+                    f"ablation='resample' needs a corrupt prompt for every example; {len(without)} of {len(split)} {split.name} "
+                    f"prompts of {quoted(split.task)} have none, the first is {quoted(split.examples[without[0]].prompt)}. Take "
+                    "ablation='mean'"
+                )
+            lengths = [0 if tokens is None else len(tokens) for tokens in corrupt]
+            other = [i for i, length in enumerate(lengths) if self.positions == "all" and length != len(split.tokens[i])]
+            if other:
+                i = other[0]
+                raise TaskError(
+                    f"ablation='resample' at all positions needs corrupt prompts of the same length; {len(other)} of "
+                    f"{len(split)} {split.name} prompts of {quoted(split.task)} differ, the first has {len(split.tokens[i])} "
+                    f"tokens and its corrupt one {lengths[i]}. Take positions='scoring' or ablation='mean'"
+                )
 
     def __call__(self, bucket: Bucket) -> dict[str, Float[Tensor, "_batch _pos _unit"]]:
         """site -> (batch or 1, pos or 1, unit), to be broadcast over the bucket's prompts and positions."""
@@ -155,39 +163,10 @@ class Reference:
         return values
 
 
-def _require_corrupt(split: TaskSplit, positions: str) -> None:
-    """Refuse a split that has no corrupt prompt for some example, or, at all positions, one of another length."""
-    corrupt = split.corrupt or (None,) * len(split)
-    without = [i for i, tokens in enumerate(corrupt) if tokens is None]
-    if without:
-        raise TaskError(
-            f"ablation='resample' needs a corrupt prompt for every example; {len(without)} of {len(split)} {split.name} "
-            f"prompts of {quoted(split.task)} have none, the first is {quoted(split.examples[without[0]].prompt)}. Take "
-            "ablation='mean'"
-        )
-    lengths = [0 if tokens is None else len(tokens) for tokens in corrupt]
-    other = [i for i, length in enumerate(lengths) if positions == "all" and length != len(split.tokens[i])]
-    if other:
-        i = other[0]
-        raise TaskError(
-            f"ablation='resample' at all positions needs corrupt prompts of the same length; {len(other)} of "
-            f"{len(split)} {split.name} prompts of {quoted(split.task)} differ, the first has {len(split.tokens[i])} "
-            f"tokens and its corrupt one {lengths[i]}. Take positions='scoring' or ablation='mean'"
-        )
-
-
-# ---------------------------------------------------------------------------------------------- replacing
-
-
 def replaced_masks(scores: UnitScores, units: Any, mode: str) -> dict[str, Bool[Tensor, " _unit"]]:
-    """Per site, True where a unit is replaced: the units not in the set (keep), or those in it (ablate).
-
-    Args:
-        units: names ("blocks.2.mlp_out/17"), (site, index) pairs, a table or a circuit, see `swd_lens.units.keys.read_units`.
-
-    Raises:
-        ValueError: a unit that these scores do not cover, or an unknown mode.
-    """
+    """Per site, True where a unit is replaced: the units not in the set (keep), or those in it (ablate). units: names
+    ("blocks.2.mlp_out/17"), (site, index) pairs, a table or a circuit, see `swd_lens.units.keys.read_units`. Raises
+    ValueError: a unit that these scores do not cover, or an unknown mode."""
     one_of("mode", mode, MODES)
     members = {site: torch.zeros(len(s), dtype=torch.bool) for site, s in scores.scores.items()}
     for site, index in read_units(units, members):

@@ -19,7 +19,7 @@ from torch import Tensor
 from swd_lens.base import __version__
 from swd_lens.base.errors import legible, quoted
 from swd_lens.base.files import plain
-from swd_lens.base.record import Record
+from swd_lens.base.record import Record, require_format
 from swd_lens.base.sealed import read_tensors, readable, write_tensors
 from swd_lens.circuits.ablation import intervention_hooks, replaced_masks
 from swd_lens.circuits.bits import selection_bits, unit_bits_of
@@ -185,9 +185,6 @@ class Circuit(Record):
         task = self.scores.settings.get("task", "a task")
         return f"Circuit({task}: {self.n_units} of {self.scores.n_units} units in {sites} sites, {self.n_edges:,} edges)"
 
-    def parts(self) -> tuple[Any, ...]:
-        return (self.table(),)
-
     # ------------------------------------------------------------------ at work
 
     def masks(self, mode: str = "keep") -> dict[str, Bool[Tensor, " _unit"]]:
@@ -252,11 +249,7 @@ class Circuit(Record):
             raise ValueError(f"{legible(path)} is not a circuit file (its format is {quoted(header.get('format'))})")
         with readable(path, _WHAT):
             about = json.loads(header["about"])
-            version = int(about["version"])
-        if version > _VERSION:
-            raise ValueError(
-                f"{legible(path)} has circuit format {version}, this swd_lens reads up to {_VERSION}; update swd_lens"
-            )
+        require_format(path, about.get("version"), _VERSION, _WHAT)
         with readable(path, _WHAT):  # files without a hash may hold anything
             parts = [{s: tensors[f"{part}/{s}"] for s in about["sites"]} for part in ("scores", "means", "edges")]
             heads = {s: [(str(n), float(share)) for n, share in of] for s, of in about["heads"].items()}

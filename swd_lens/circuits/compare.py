@@ -26,6 +26,7 @@ from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.evaluate import evaluate
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.circuits.protocol import Protocol, run_protocol
+from swd_lens.solver import PRESETS
 from swd_lens.tasks.task import Task
 from swd_lens.units.factors import Factors
 
@@ -103,11 +104,8 @@ def compare(
 
 
 def comparison_over_hosts(protocol: Protocol, methods: Mapping[str, Any], hosts: Mapping[str, Any], **how: Any) -> Comparison:
-    """`comparison_of` where some methods have hosts of their own; the protocol's comes first.
-
-    Raises:
-        ValueError: a host of no method, or no method on the protocol's own host.
-    """
+    """`comparison_of` where some methods have hosts of their own; the protocol's comes first. Raises ValueError: a host of no
+    method, or no method on the protocol's own host."""
     own = {name: source for name, source in methods.items() if name not in hosts}
     if not own or set(hosts) - set(methods):
         raise ValueError(
@@ -155,21 +153,16 @@ def comparison_of(
 
 
 def role_of(given: Any) -> str:
-    """The role of a method, from what made its units: trained, pruned or exact controls, the paper's solver, or SWD.
-
-    Args:
-        given: factors, seeds of them, or what makes them (which is not made for this: it counts as SWD).
-    """
+    """The role of a method, from what made its units: trained, pruned or exact controls, the paper's solver, or SWD. given:
+    factors, seeds of them, or what makes them (which is not made for this: it counts as SWD)."""
     first = given[0] if isinstance(given, list | tuple) and given else given
     values = list(first.values()) if isinstance(first, Mapping) else [first]
     unit = values[0] if values else None
     if not isinstance(unit, Factors):
         channels = getattr(unit, "provenance", {}).get("method") == "channels"
         return "control" if channels else "trained" if hasattr(unit, "d_in") or isinstance(unit, nn.Module) else "swd"
-    preset, settings = unit.settings.get("preset"), unit.settings
-    if "method" in settings or preset in ("pruned", "svd_pruned"):
-        return "control"
-    return "paper" if preset == "paper" else "swd"
+    preset = str(unit.settings.get("preset"))
+    return PRESETS[preset].role if preset in PRESETS else "control" if "method" in unit.settings else "swd"
 
 
 def several(given: Any, name: str) -> tuple[str, ...]:
@@ -181,12 +174,7 @@ def several(given: Any, name: str) -> tuple[str, ...]:
 
 
 def check_tasks(tasks: Any) -> list[Task]:
-    """One task or several as a list.
-
-    Raises:
-        TypeError: something else than tasks.
-        ValueError: none, or two of one name.
-    """
+    """One task or several as a list. Raises TypeError: something else than tasks; ValueError: none, or two of one name."""
     if isinstance(tasks, Mapping | str) or not isinstance(tasks, Iterable | Task):
         hint = "; pass list(tasks.values())" if isinstance(tasks, Mapping) else ""
         raise TypeError(f"tasks must be a Task or a list of them, got {legible(reprlib.repr(tasks))}{legible(hint)}")

@@ -113,10 +113,7 @@ def text_predictions(
     model: Any, tokens: Any, n: int, context: int, seed: int, exclude: Any = None
 ) -> tuple[TaskSplit, dict[str, Any]]:
     """Contexts of a text as prompts: the next token against the dense host's likeliest other one. And what to say of them.
-
-    Raises:
-        ValueError: rows shorter than a context and its next token, or fewer than two different contexts.
-    """
+    Raises ValueError: rows shorter than a context and its next token, or fewer than two different contexts."""
     rows, counting = as_rows(tokens, model), excluded(exclude, model)
     with_bos = begins_with_bos(model)
     start = [model.tokenizer.bos_token_id] if with_bos else []

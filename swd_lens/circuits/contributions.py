@@ -33,24 +33,17 @@ PerSite = dict[str, Float[Tensor, "batch _unit"]]
 
 @dataclass(frozen=True)
 class Score:
-    """One definition of a contribution.
+    """One definition of a contribution."""
 
-    Attributes:
-        of: gives every prompt's contribution of every unit, site -> (batch, unit), float64 on the CPU.
-        about: a sentence of the help.
-        gradients: whether it needs gradients in the host.
-        known: whether runs may begin behind the first replaced site (fast_forward.py, point 3): only where z and gradients by it
-            are not looked at.
-        steps: whether it depends on `steps`, which the settings then name.
-        note: for the settings; "" for none.
-    """
-
+    # gives every prompt's contribution of every unit, site -> (batch, unit), float64 on the CPU
     of: Callable[["TrainingPass", Bucket], PerSite]
-    about: str
-    gradients: bool = True
+    about: str  # a sentence of the help
+    gradients: bool = True  # whether it needs gradients in the host
+    # whether runs may begin behind the first replaced site (fast_forward.py, point 3): only where z and gradients by it are not
+    # looked at
     known: bool = False
-    steps: bool = False
-    note: str = ""
+    steps: bool = False  # whether it depends on `steps`, which the settings then name
+    note: str = ""  # for the settings; "" for none
 
 
 SCORES: dict[str, Score] = {}
@@ -69,19 +62,14 @@ def score(**needs: Any) -> Callable[[Definition], Definition]:
 
 @dataclass(frozen=True)
 class TrainingPass:
-    """One pass over the training prompts under the attached units: what every definition of a contribution needs.
-
-    Attributes:
-        steps: of integrated gradients.
-        dense: what is known of the dense host on these prompts.
-    """
+    """One pass over the training prompts under the attached units: what every definition of a contribution needs."""
 
     host: Host
     units: UnitSet
     fast_forward: FastForward
     means: Means
-    steps: int
-    dense: DenseCache | None = None
+    steps: int  # of integrated gradients
+    dense: DenseCache | None = None  # what is known of the dense host on these prompts
 
     @property
     def counted(self) -> slice:

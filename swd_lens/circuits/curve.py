@@ -9,7 +9,6 @@
 4. `min_cost` gives the whole curve of least costs on the test prompts (the paper's figures), `mib` the circuit track's areas.
 """
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -21,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base.checks import bounded, one_of
-from swd_lens.base.errors import NotCarriedWarning, callers_level, legible, quoted
+from swd_lens.base.errors import NotCarriedWarning, legible, quoted, warn
 from swd_lens.base.record import Record
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.measure import (
@@ -133,7 +132,7 @@ class CostCurve(Record):
 
     def _warn_not_carried(self) -> None:
         no_cost = "No circuit of these units has a cost: there is nothing of which it could recover a part"
-        warnings.warn(NotCarriedWarning(f"{self._does_not_carry()} {no_cost}"), stacklevel=callers_level())
+        warn(f"{self._does_not_carry()} {no_cost}", NotCarriedWarning)
 
     # ------------------------------------------------------------------------------------------ one prefix
 

@@ -28,11 +28,8 @@ _SCORES, _MEANS, _EDGES, _BITS, _MARGINS = "scores", "means", "edges", "bits", "
 
 
 def kept_scores(parts: StepCache, key: Key, make: Callable[[], UnitScores], units: Mapping[str, Any] | None = None) -> UnitScores:
-    """Scores of a part, made now or finished earlier.
-
-    Raises:
-        ResumeError: the part is damaged, or of other factors than these units are now.
-    """
+    """Scores of a part, made now or finished earlier. Raises ResumeError: the part is damaged, or of other factors than these
+    units are now."""
     if parts.folder is None:
         return make()
 

@@ -227,14 +227,7 @@ def _named_slices(
 
 
 def quantiles(kl: Float[Tensor, "run rows predictions"], slices: Mapping[str, Bool[Tensor, "rows predictions"]]) -> pd.DataFrame:
-    """`Disagreement.rows`.
-
-    Args:
-        kl: of the replacement, then of each noise.
-
-    Raises:
-        ValueError: a slice of no predictions.
-    """
+    """`Disagreement.rows`. kl: of the replacement, then of each noise. Raises ValueError: a slice of no predictions."""
     rows = []
     for name, mask in slices.items():
         if not bool(mask.any()):

@@ -46,49 +46,29 @@ Masks = Mapping[str, Bool[Tensor, "circuit _unit"] | Float[Tensor, "circuit _uni
 
 @dataclass(frozen=True)
 class FastForward:
-    """Shortcuts of runs.
+    """Shortcuts of runs."""
 
-    Attributes:
-        positions: "scoring" (only the last position is intervened on) or "all".
-        layer: runs start at this block; 0: from the tokens.
-        begins: what enters this block is kept for other replacements, too; 0: nothing is.
-        known: the one site of block layer - 1, whose z is known before a run starts; or None.
-        keeps_prefix: whether all positions but the last are run once (positions="scoring" only).
-        shares: whether attention reads the kept positions without a copy for each intervention.
-        short: whether the last block computes of all positions but the last only keys and values.
-    """
-
-    positions: str
-    layer: int = 0
-    known: Site | None = None
-    keeps_prefix: bool = False
-    shares: bool = False
-    short: bool = False
-    begins: int = 0
+    positions: str  # "scoring" (only the last position is intervened on) or "all"
+    layer: int = 0  # runs start at this block; 0: from the tokens
+    known: Site | None = None  # the one site of block layer - 1, whose z is known before a run starts; or None
+    keeps_prefix: bool = False  # whether all positions but the last are run once (positions="scoring" only)
+    shares: bool = False  # whether attention reads the kept positions without a copy for each intervention
+    short: bool = False  # whether the last block computes of all positions but the last only keys and values
+    begins: int = 0  # what enters this block is kept for other replacements, too; 0: nothing is
 
 
 @dataclass(frozen=True)
 class Shared:
-    """State that all interventions on the same prompts share.
-
-    Attributes:
-        prefix: what later positions need of all but the last, see `Host.freeze_prefix`.
-        start: the residual stream where runs take up.
-        z: of the known site.
-    """
+    """State that all interventions on the same prompts share."""
 
     tokens: Int[Tensor, "batch pos"]
-    prefix: Any = None
-    start: Start | None = None
-    z: Float[Tensor, "batch _pos unit"] | None = None
+    prefix: Any = None  # what later positions need of all but the last, see `Host.freeze_prefix`
+    start: Start | None = None  # the residual stream where runs take up
+    z: Float[Tensor, "batch _pos unit"] | None = None  # of the known site
 
 
 class Runner:
-    """Runs interventions on attached units with some fast_forward.
-
-    Args:
-        dense: what is known of the dense host.
-    """
+    """Runs interventions on attached units with some fast_forward. dense: what is known of the dense host."""
 
     def __init__(self, host: Host, units: Mapping[str, Units], fast_forward: FastForward, dense: DenseCache | None = None):
         self.host, self.units, self.fast_forward = host, units, fast_forward
@@ -166,9 +146,6 @@ class Runner:
             return replaced(by_circuit, mask[:, None], value, self.fast_forward.positions).flatten(0, 1)
 
         return hook_fn
-
-
-# ---------------------------------------------------------------------------------------------- which shortcuts
 
 
 def find_fast_forward(

@@ -221,15 +221,8 @@ def fidelities(
     dense: DenseCache | None = None,
     progress: bool = False,
 ) -> dict[str, Fidelity]:
-    """`fidelity` of several replacements of one host: the dense host runs once for all of them.
-
-    Args:
-        replacements: name -> what to attach.
-        model, tokens, batch_size, local, exclude, attention_mask, dense: see `fidelity`.
-
-    Raises:
-        See `fidelity`.
-    """
+    """`fidelity` of several replacements of one host: the dense host runs once for all of them. replacements: name -> what to
+    attach; model, tokens, batch_size, local, exclude, attention_mask, dense: see `fidelity`. Raises See `fidelity`."""
     stream = text_for(model, tokens, exclude=exclude, attention_mask=attention_mask)
     rows = torch.cat(list(stream.batches(stream.n_rows)))
     counted = stream.counted(rows, 0)

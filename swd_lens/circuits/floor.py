@@ -35,17 +35,11 @@ _FOUND: WeakKeyDictionary[Any, dict[Any, "Floor"]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Floor:
-    """Differences of a lossless replacement from the dense host, in nats per prediction.
+    """Differences of a lossless replacement from the dense host, in nats per prediction."""
 
-    Attributes:
-        kl: KL(dense || replaced).
-        ce_delta: CE(replaced) - CE(dense).
-        ce_delta_se: its standard error over rows; None of a single row.
-    """
-
-    kl: float
-    ce_delta: float
-    ce_delta_se: float | None
+    kl: float  # KL(dense || replaced)
+    ce_delta: float  # CE(replaced) - CE(dense)
+    ce_delta_se: float | None  # its standard error over rows; None of a single row
 
 
 def lossless(host: Host, sites: list[Site]) -> dict[str, Factors]:

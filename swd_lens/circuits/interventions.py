@@ -24,8 +24,8 @@ from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.fast_forward import Masks, Runner, Shared, Values, find_fast_forward
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host
-from swd_lens.hosts.frozen import frozen
 from swd_lens.hosts.fused import fused_attention
+from swd_lens.hosts.host import frozen
 from swd_lens.tasks.task import Bucket, TaskSplit
 from swd_lens.units import Attachment
 
@@ -36,16 +36,11 @@ _OF_BACKWARD = 4  # a pass with gradients has this part of the tokens at once: i
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of runs on the prompts of a split, in the split's order.
+    """Results of runs on the prompts of a split, in the split's order."""
 
-    Attributes:
-        margins: (run, prompt) in logits.
-        correct: (run, prompt) 1.0, 0.0, or NaN where a metric knows no right and wrong.
-        kl: (run, prompt) KL(unpruned || run) at the scoring position in nats; NaN where it was not asked for.
-    """
-
-    margins: Float[Tensor, "run prompt"]
-    correct: Float[Tensor, "run prompt"]
+    margins: Float[Tensor, "run prompt"]  # (run, prompt) in logits
+    correct: Float[Tensor, "run prompt"]  # (run, prompt) 1.0, 0.0, or NaN where a metric knows no right and wrong
+    # (run, prompt) KL(unpruned || run) at the scoring position in nats; NaN where it was not asked for
     kl: Float[Tensor, "run prompt"]
 
     @classmethod
@@ -89,11 +84,8 @@ class Outcome:
 
 
 def at_once(bucket: Bucket, length: int, tokens_per_forward: int, *, whole: bool) -> int:
-    """Number of interventions on a bucket that run together, at `length` positions of each prompt.
-
-    Args:
-        whole: logits are of the whole vocabulary, which may outgrow everything else.
-    """
+    """Number of interventions on a bucket that run together, at `length` positions of each prompt. whole: logits are of the
+    whole vocabulary, which may outgrow everything else."""
     n_prompts = len(bucket.index)
     n = tokens_per_forward // (n_prompts * length)
     return max(1, min(n, _LOGITS_AT_ONCE // (n_prompts * bucket.d_vocab)) if whole else n)
@@ -156,8 +148,7 @@ class InterventionRunner:
                 the way (fast_forward.py).
             kl: whether to compute KL.
 
-        Returns:
-            The outcomes of the interventions, and that of the unpruned replacement (a single run).
+        Returns: The outcomes of the interventions, and that of the unpruned replacement (a single run).
         """
         outcome, unpruned = Outcome.empty(n, len(self.split)), self._unpruned or Outcome.empty(1, len(self.split))
         nothing = {site: torch.zeros(1, size, dtype=torch.bool) for site, size in self.attachment.factors.sizes.items()}
@@ -190,8 +181,7 @@ class InterventionRunner:
                 reference each unit is moved.
             n: interventions.
 
-        Returns:
-            Margins in logits, float64; and site -> (run, unit) d Q / d share, float64, both on the CPU.
+        Returns: Margins in logits, float64; and site -> (run, unit) d Q / d share, float64, both on the CPU.
         """
         margins = torch.full((n, len(self.split)), torch.nan, dtype=torch.float64)
         sizes = self.attachment.factors.sizes

@@ -18,7 +18,6 @@
 """
 
 import math
-import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -29,7 +28,8 @@ from jaxtyping import Float
 from scipy.special import stdtrit
 from torch import Tensor
 
-from swd_lens.base.errors import UndefinedSufficiencyWarning, callers_level, legible, quoted
+from swd_lens.base import errors
+from swd_lens.base.errors import UndefinedSufficiencyWarning, legible, quoted
 from swd_lens.hosts.sites import split_name
 from swd_lens.tasks.task import TaskSplit
 
@@ -45,19 +45,14 @@ _MOST_SHARE = 10  # of a threshold; a percentage that was meant is more
 
 @dataclass(frozen=True)
 class Margins:
-    """Margins of prompts in logits, the same prompts everywhere.
+    """Margins of prompts in logits, the same prompts everywhere."""
 
-    Attributes:
-        keep, ablate: with a circuit kept (all other units at their reference activation) and with it ablated.
-        full, empty: with all units, and with every unit at its reference activation.
-        dense: of the dense host.
-    """
-
+    # keep, ablate: with a circuit kept (all other units at their reference activation) and with it ablated
     keep: Float[Tensor, "circuit prompt"]
     ablate: Float[Tensor, "circuit prompt"]
-    full: Float[Tensor, " prompt"]
+    full: Float[Tensor, " prompt"]  # full, empty: with all units, and with every unit at its reference activation
     empty: Float[Tensor, " prompt"]
-    dense: Float[Tensor, " prompt"]
+    dense: Float[Tensor, " prompt"]  # of the dense host
 
     def by_content(self, contents: Sequence[Hashable]) -> "Margins":
         """One margin per content in place of one per prompt, see `by_content`."""
@@ -99,17 +94,11 @@ def contents_of(split: TaskSplit) -> list[str]:
 
 @dataclass(frozen=True)
 class Carried:
-    """Margin that the units of a surface carry of a task, in logits.
+    """Margin that the units of a surface carry of a task, in logits."""
 
-    Attributes:
-        logits: Q(full) - Q(empty).
-        se: its standard error, paired over prompts; NaN of a single prompt, of which only its own margins are asked.
-        q_dense: the dense host's mean margin.
-    """
-
-    logits: float
-    se: float
-    q_dense: float
+    logits: float  # Q(full) - Q(empty)
+    se: float  # its standard error, paired over prompts; NaN of a single prompt, of which only its own margins are asked
+    q_dense: float  # the dense host's mean margin
 
     @classmethod
     def of(cls, full: Float[Tensor, " prompt"], empty: Float[Tensor, " prompt"], q_dense: float) -> "Carried":
@@ -125,16 +114,12 @@ class Carried:
 
 @dataclass(frozen=True)
 class Threshold:
-    """A value that a circuit has to reach.
+    """A value that a circuit has to reach."""
 
-    Attributes:
-        of: "recovered", "recovered of dense", "sufficiency", "necessity" (a share of the drop that ablating every unit causes,
-            which is what the surface carries), or "drop" (logits).
-        value: how much of it.
-    """
-
+    # "recovered", "recovered of dense", "sufficiency", "necessity" (a share of the drop that ablating every unit causes, which is
+    # what the surface carries), or "drop" (logits)
     of: str
-    value: float | int
+    value: float | int  # how much of it
 
     @classmethod
     def given(
@@ -146,11 +131,8 @@ class Threshold:
         drop: float | int | None = None,
         recovered_of_dense: float | int | None = None,
     ) -> "Threshold":
-        """The one that was given; recovered 0.9 where none was.
-
-        Raises:
-            ValueError: several, or a share above 10 (90 in place of 0.9).
-        """
+        """The one that was given; recovered 0.9 where none was. Raises ValueError: several, or a share above 10 (90 in place
+        of 0.9)."""
         shares = {"recovered": recovered, "sufficiency": sufficiency, "necessity": necessity}
         shares["recovered of dense"] = recovered_of_dense
         for name, value in shares.items():
@@ -196,12 +178,10 @@ def measured(margins: Margins, carried: Carried, task: str, *, warn: bool = True
     keep, ablate, full, empty = (m.double() for m in (margins.keep, margins.ablate, margins.full, margins.empty))
     q_full = float(full.mean())
     if warn and not q_full > 0:
-        warnings.warn(
-            UndefinedSufficiencyWarning(
-                f"the mean margin of {quoted(task)} with all units is {q_full:.3f}, not positive: the model does not do this "
-                "task here, so sufficiency is undefined (NaN)"
-            ),
-            stacklevel=callers_level(),
+        errors.warn(
+            f"the mean margin of {quoted(task)} with all units is {q_full:.3f}, not positive: the model does not do this "
+            "task here, so sufficiency is undefined (NaN)",
+            UndefinedSufficiencyWarning,
         )
     columns: dict[str, Tensor] = {}
     for name, part, whole in (("recovered", keep - empty, full - empty), ("sufficiency", keep, full)):
@@ -230,7 +210,7 @@ def mean_interval(values: Float[Tensor, "circuit prompt"], level: float = LEVEL)
     return mean - below * error_of_mean, mean + above * error_of_mean
 
 
-def ratio_interval(part: Float[Tensor, "circuit prompt"], whole: Float[Tensor, " prompt"], level: float = LEVEL) -> Ends:
+def ratio_interval(part: Float[Tensor, "circuit prompt"], whole: Float[Tensor, " prompt"]) -> Ends:
     """Fieller's interval of mean(part) / mean(whole), prompts paired.
 
     It holds every r for which mean(part - r whole) is within its interval of 0; how far that one reaches to each side is taken
@@ -240,7 +220,7 @@ def ratio_interval(part: Float[Tensor, "circuit prompt"], whole: Float[Tensor, "
     n, a, b = part.shape[1], part.mean(1), whole.mean()
     if n < 2 or b == 0:
         return torch.full_like(a, math.nan), torch.full_like(a, math.nan)
-    below, above = _reach(part - (a / b)[:, None] * whole, level)
+    below, above = _reach(part - (a / b)[:, None] * whole, LEVEL)
     p, w = part - a[:, None], whole - b
     ends, known = [], torch.ones(len(a), dtype=torch.bool, device=a.device)
     for reach, side in ((below, -1), (above, 1)):
@@ -292,8 +272,7 @@ def crossing_interval(
     threshold may be reached (the upper end of the contrast's interval is above 0), the upper end the least from which on it is
     surely reached.
 
-    Returns:
-        (low, high); None where the curve does not get there.
+    Returns: (low, high); None where the curve does not get there.
     """
     steps = torch.linspace(0, 1, 33, dtype=torch.float64)[:-1]
     logs = costs.double().log1p()
@@ -333,12 +312,8 @@ def surface_name(sites: Iterable[str]) -> str:
 
 
 def does_not_carry(surface: str, task: str, carried: Carried, q_full: float, q_empty: float, ablation: Any) -> str:
-    """One sentence for where a number would mean nothing.
-
-    Args:
-        surface: its sites, see `surface_name`.
-        ablation: what replaced units are set to: "mean", "zero" or another.
-    """
+    """One sentence for where a number would mean nothing. surface: its sites, see `surface_name`; ablation: what replaced
+    units are set to: "mean", "zero" or another."""
     reference = {"mean": "its mean", "zero": "zero"}.get(str(ablation), "its reference activation")
     return (
         f"{surface} does not carry {task}: with all units the margin is {q_full:.2f}, with every unit at "

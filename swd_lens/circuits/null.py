@@ -203,18 +203,13 @@ def has_others(circuit: Circuit) -> bool:
 
 @dataclass(frozen=True)
 class _Pool:
-    """Valid units to draw from.
+    """Valid units to draw from."""
 
-    Attributes:
-        units, edges: names and active edges of all valid units; of match="score" in the order of their scores, best first.
-        members: which of them are in the circuit.
-        stratum: units per stratum; None: random circuits are matched by their edges alone.
-    """
-
+    # units, edges: names and active edges of all valid units; of match="score" in the order of their scores, best first
     units: list[tuple[str, int]]
     edges: Int[Tensor, " unit"]
-    members: Bool[Tensor, " unit"]
-    stratum: int | None
+    members: Bool[Tensor, " unit"]  # which of them are in the circuit
+    stratum: int | None  # units per stratum; None: random circuits are matched by their edges alone
 
     @classmethod
     def of(cls, circuit: Circuit, match: str) -> "_Pool":

@@ -42,7 +42,7 @@ from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.scores import require_finite
 from swd_lens.hosts import Host, Start, require_gradients, require_no_dropout
-from swd_lens.hosts.frozen import frozen
+from swd_lens.hosts.host import frozen
 from swd_lens.hosts.predictions import Predictions
 from swd_lens.hosts.recording import record, require_seen, standing_hooks
 from swd_lens.hosts.sites import Site
@@ -283,11 +283,8 @@ def _by_output(
 def _written(
     host: Host, units: UnitSet, site: Site, moved: Float[Tensor, "batch pos unit"], mean: Float[Tensor, " unit"]
 ) -> Float[Tensor, "unit d_out"]:
-    """Write vectors: what one of each unit adds to the site's output.
-
-    Raises:
-        ValueError: an encode/decode pair that writes anything else than the sum over its units.
-    """
+    """Write vectors: what one of each unit adds to the site's output. Raises ValueError: an encode/decode pair that writes
+    anything else than the sum over its units."""
     vectors, of_site = units.write_vectors(site.name), units[site.name]
     if isinstance(of_site, CoderUnits):
         few = moved[0, :4]
@@ -391,11 +388,8 @@ def _by_size(moved: Float[Tensor, "token unit"], vectors: Float[Tensor, "unit d_
 def _by_loss(
     activations: _Activations, means: Mapping[str, Tensor], recovered: float, least: float, grid: Sequence[int]
 ) -> dict[str, Int[Tensor, "_row _pos"]]:
-    """The smallest k of the grid that suffices at each position, counted over all units together.
-
-    Raises:
-        ValueError: there is no token that the units help by `least`.
-    """
+    """The smallest k of the grid that suffices at each position, counted over all units together. Raises ValueError: there is
+    no token that the units help by `least`."""
     host, units = activations.host, activations.units
     predictions, needed = Predictions(host), []
     with frozen(host, "while gradients are taken by its units"):

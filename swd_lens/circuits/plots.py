@@ -84,8 +84,7 @@ def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[Curve]]], cost: st
         cost: "edges" or "units".
         note: written above the panels.
 
-    Raises:
-        ValueError: an unknown cost.
+    Raises ValueError: an unknown cost.
     """
     one_of("cost", cost, COSTS)
     width = max(_PANEL, _WIDE / len(panels))
@@ -113,11 +112,8 @@ def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[Curve]]], cost: st
 
 
 def _legend(figure: Any, drawn: Mapping[str, Any], methods: Mapping[str, Sequence[Curve]], inches: float) -> int:
-    """Every method's line beside its name, below the panels; as many in a row as the names leave room for.
-
-    Returns:
-        How many lines of text it has.
-    """
+    """Every method's line beside its name, below the panels; as many in a row as the names leave room for. Returns: How many
+    lines of text it has."""
     labels = [
         literal(label if len(curves) == 1 else f"{label}, mean ± sd of {len(curves)} seeds") for label, curves in methods.items()
     ]

@@ -75,12 +75,7 @@ class Outcomes:
 
 
 def run_protocol(protocol: Protocol, sources: Mapping[str, Any], measured: Mapping[str, Fidelity]) -> Outcomes:
-    """Run it for each replacement.
-
-    Args:
-        sources: name -> replacement, or what makes it.
-        measured: fidelities that are known.
-    """
+    """Run it for each replacement. sources: name -> replacement, or what makes it; measured: fidelities that are known."""
     outcomes = Outcomes(dict(measured))
     for group in _groups(protocol, sources, measured):
         _measure(protocol, group, outcomes)
@@ -88,7 +83,19 @@ def run_protocol(protocol: Protocol, sources: Mapping[str, Any], measured: Mappi
         total = len(group) * len(protocol.tasks) * len(protocol.positions)
         with tqdm(total=total, desc="compare", unit="curve", disable=not protocol.progress, leave=False) as bar:
             for name, units in group.items():
-                _circuits(protocol, name, units, outcomes, bar)
+                # Scores and curves of one replacement.
+                model, parts, shared = protocol.model, protocol.parts, {"progress": protocol.progress, "dense": protocol.dense}
+                for task, where in product(protocol.tasks, protocol.positions):
+                    how = {**shared, **protocol.attribution, "positions": where}
+                    score = partial(attribute, model, units, task, **how)
+                    ranked = kept_scores(parts, protocol.key_of("scores", name, task.name, where), score, units)
+                    outcomes.scores[task.name, where][name] = ranked
+                    for kind in protocol.ablations:
+                        how = {**shared, **_EVALUATION, **protocol.evaluation, "ablation": kind}
+                        measure, key = partial(evaluate, model, units, task, ranked, **how), (name, task.name, where, kind)
+                        curve = kept_curve(parts, protocol.key_of("curve", *key), ranked, measure)
+                        outcomes.curves[task.name, where, kind][name] = curve
+                    bar.update()
     order = list(sources)
     outcomes.fidelities = dict(sorted(outcomes.fidelities.items(), key=lambda item: order.index(item[0])))
     return outcomes
@@ -143,19 +150,3 @@ def _measure(protocol: Protocol, group: Mapping[str, UnitSet | None], outcomes: 
         else:
             key = protocol.key_of("fidelity", name)
             outcomes.fidelities[name] = protocol.parts.values(key, lambda name=name: new[name].as_dict(), Fidelity.from_dict)
-
-
-def _circuits(protocol: Protocol, name: str, units: UnitSet | None, outcomes: Outcomes, bar: Any) -> None:
-    """Scores and curves of one replacement."""
-    model, parts, shared = protocol.model, protocol.parts, {"progress": protocol.progress, "dense": protocol.dense}
-    for task, where in product(protocol.tasks, protocol.positions):
-        how = {**shared, **protocol.attribution, "positions": where}
-        score = partial(attribute, model, units, task, **how)
-        ranked = kept_scores(parts, protocol.key_of("scores", name, task.name, where), score, units)
-        outcomes.scores[task.name, where][name] = ranked
-        for kind in protocol.ablations:
-            how = {**shared, **_EVALUATION, **protocol.evaluation, "ablation": kind}
-            measure, key = partial(evaluate, model, units, task, ranked, **how), (name, task.name, where, kind)
-            curve = kept_curve(parts, protocol.key_of("curve", *key), ranked, measure)
-            outcomes.curves[task.name, where, kind][name] = curve
-        bar.update()

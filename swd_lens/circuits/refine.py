@@ -190,20 +190,25 @@ def refine(
         kind: Circuit(search.units(kept), scores, edges, {"kind": kind, **about}, bits)
         for kind, kept in (("prefix", prefix), ("refined", best))
     }
-    test = pd.DataFrame()
-    if isinstance(task, Task):
-        how = {"ablation": ablation, "tokens_per_forward": tokens_per_forward}
-        test = evaluate_circuits(model, factors, task, circuits, **how)
-        if budget is not None:
-            whole = [circuit.n_edges == sum(int(of_site.sum()) for of_site in edges.values()) for circuit in circuits.values()]
-            attacked = [
-                # Outside of all units there is nothing to restore.
-                own if all_of_them else attack(model, factors, task, circuit, budget=budget, n=1, **how).recovered
-                for own, all_of_them, circuit in zip(test["recovered"], whole, circuits.values(), strict=True)
-            ]
-            test = test.assign(**{"under attack": attacked})
+    how = {"ablation": ablation, "tokens_per_forward": tokens_per_forward}
+    test = _tested(model, factors, task, circuits, budget, how) if isinstance(task, Task) else pd.DataFrame()
     how = {"test": test, "target": float(threshold.value), "of": threshold.of, "budget": budget}
     return Refinement(circuits["prefix"], circuits["refined"], named["train"], named["validation"], **how)
+
+
+def _tested(
+    model: Any, factors: Any, task: Task, circuits: Mapping[str, Circuit], budget: float | None, how: Mapping[str, Any]
+) -> pd.DataFrame:
+    """Both circuits on the test prompts; with a budget also under attack there."""
+    test = evaluate_circuits(model, factors, task, circuits, **how)
+    if budget is None:
+        return test
+    attacked = []
+    for own, circuit in zip(test["recovered"], circuits.values(), strict=True):
+        # Outside of all units there is nothing to restore.
+        whole = circuit.n_edges == sum(int(of_site.sum()) for of_site in circuit.edges.values())
+        attacked.append(own if whole else attack(model, factors, task, circuit, budget=budget, n=1, **how).recovered)
+    return test.assign(**{"under attack": attacked})
 
 
 def _chosen(
@@ -297,11 +302,8 @@ class _Search:
         others: "_Search | None" = None,
         n_further: int = 0,
     ):
-        """
-        Args:
-            others: further prompts that say how much contents differ.
-            n_further: contents of the prompts that its circuits will be judged on; 0: these very prompts.
-        """
+        """. others: further prompts that say how much contents differ; n_further: contents of the prompts that its circuits
+        will be judged on; 0: these very prompts."""
         self.runner, self.threshold, self.target, self.ranking = runner, threshold, threshold.value, scores.ranking()
         # No step begins later than `end`; `tell` hears of each one.
         self.end, self.tell = math.inf, lambda text: None
@@ -374,25 +376,22 @@ class _Search:
     def _margins(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, "circuit prompt"]:
         """Margins of circuits; under restorations those of the one that leaves each the lowest mean."""
         if self.restored:
-            return self._lowest_margins(kept)
+            valid, budget = self.limit
+            may = valid & ~kept
+            most = budget * may.sum(1).double()
+            shares = (
+                torch.stack([torch.zeros(len(valid), dtype=torch.float64), *self.restored])[:, None] * may
+            )  # (found, circuit, unit)
+            shares = shares * (most / shares.sum(2).clamp(min=1e-12)).clamp(max=1)[:, :, None]
+            sets, given = kept.expand(len(shares), -1, -1).flatten(0, 1), shares.flatten(0, 1)
+            outcome, _ = self.runner.run(len(sets), lambda rows: partial_masks(self.scores, sets[rows], given[rows]))
+            margins = outcome.margins.view(*shares.shape[:2], -1)
+            return margins[margins.mean(2).argmin(0), torch.arange(len(kept))]
 
         def masks(chunk: slice) -> Masks:
             return {site: ~kept[chunk][:, places] for site, places in self.places.items()}
 
         return self.runner.run(len(kept), masks)[0].margins
-
-    def _lowest_margins(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, "circuit prompt"]:
-        valid, budget = self.limit
-        may = valid & ~kept
-        most = budget * may.sum(1).double()
-        shares = (
-            torch.stack([torch.zeros(len(valid), dtype=torch.float64), *self.restored])[:, None] * may
-        )  # (found, circuit, unit)
-        shares = shares * (most / shares.sum(2).clamp(min=1e-12)).clamp(max=1)[:, :, None]
-        sets, given = kept.expand(len(shares), -1, -1).flatten(0, 1), shares.flatten(0, 1)
-        outcome, _ = self.runner.run(len(sets), lambda rows: partial_masks(self.scores, sets[rows], given[rows]))
-        margins = outcome.margins.view(*shares.shape[:2], -1)
-        return margins[margins.mean(2).argmin(0), torch.arange(len(kept))]
 
     def prefixes(self) -> Bool[Tensor, "circuit unit"]:
         """All prefixes of the grid, and some between the last that does not reach the target and the first that does."""
@@ -431,11 +430,8 @@ class _Search:
         return passed
 
     def removed(self, kept: Bool[Tensor, " unit"], passed: list[Bool[Tensor, " unit"]] | None = None) -> Bool[Tensor, " unit"]:
-        """The circuit after removing whatever can go; of large ones, until a step saves little.
-
-        Args:
-            passed: gets what is passed on the way: circuits after each step, and some within steps that remove many.
-        """
+        """The circuit after removing whatever can go; of large ones, until a step saves little. passed: gets what is passed on
+        the way: circuits after each step, and some within steps that remove many."""
         while not self.late():
             self.tell(f"{int(kept.sum()):,} units")
             inside = kept.nonzero()[:, 0].flip(0)[:_MOST_TRIED]  # lowest scores first
@@ -455,7 +451,13 @@ class _Search:
                 smaller = without[int(can_go[self.costs[inside[can_go]].argmax()])]
             saved = self.price(kept) - self.price(smaller)
             if passed is not None:
-                passed += [*self._between(kept, smaller, order), smaller]
+                # Circuits that lack a part of what the smaller one lacks, the first in the order.
+                gone = order[~smaller[order]]
+                sizes = torch.linspace(0, len(gone), min(_WITHIN, len(gone)) + 1, dtype=torch.float32).long().unique()[1:-1]
+                between = kept.repeat(len(sizes), 1)
+                for row, size in enumerate(sizes.tolist()):
+                    between[row, gone[:size]] = False
+                passed += [*between, smaller]
             kept = smaller
             if int(kept.sum()) > _LARGE and saved < _WORTH * self.price(kept):
                 return kept
@@ -464,18 +466,6 @@ class _Search:
     def late(self) -> bool:
         """Whether no further step may begin."""
         return time.monotonic() > self.end
-
-    @staticmethod
-    def _between(
-        kept: Bool[Tensor, " unit"], smaller: Bool[Tensor, " unit"], order: Int[Tensor, " candidate"]
-    ) -> Bool[Tensor, "circuit unit"]:
-        """Circuits that lack a part of what the smaller one lacks, the first in the order."""
-        gone = order[~smaller[order]]
-        sizes = torch.linspace(0, len(gone), min(_WITHIN, len(gone)) + 1, dtype=torch.float32).long().unique()[1:-1]
-        between = kept.repeat(len(sizes), 1)
-        for row, size in enumerate(sizes.tolist()):
-            between[row, gone[:size]] = False
-        return between
 
     def _without_most(self, kept: Bool[Tensor, " unit"], order: Int[Tensor, " candidate"]) -> Bool[Tensor, " unit"] | None:
         """Without as many of the first candidates as can go together (to the unit, by two grids); None if not even one."""

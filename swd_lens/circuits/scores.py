@@ -24,8 +24,7 @@ def require_finite(what: str, values: Mapping[str, Float[Tensor, "*_row _unit"]]
         what: they are, for the message: "the score".
         values: site -> any number of them per unit.
 
-    Raises:
-        ValueError: one is not; the message names its unit.
+    Raises ValueError: one is not; the message names its unit.
     """
     for site, of_site in values.items():
         bad = ~of_site.isfinite()

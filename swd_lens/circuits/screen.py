@@ -38,23 +38,15 @@ _MATTERS = 0.1
 
 @dataclass(frozen=True)
 class TaskScreen(PlainRecord):
-    """One task on the dense host, and under each intervention.
-
-    Attributes:
-        prompts: how many training prompts were run.
-        margin: mean margin of the dense host, in logits; right: share of prompts that it does (NaN with a metric).
-        margins: site or surface -> mean margin while its outputs are their means.
-        errors: site or surface -> standard error of what that costs, over prompts.
-        rights: site or surface -> share of prompts done.
-    """
+    """One task on the dense host, and under each intervention."""
 
     task: str
-    prompts: int
-    margin: float
+    prompts: int  # how many training prompts were run
+    margin: float  # mean margin of the dense host, in logits; right: share of prompts that it does (NaN with a metric)
     right: float
-    margins: Mapping[str, float]
-    errors: Mapping[str, float]
-    rights: Mapping[str, float]
+    margins: Mapping[str, float]  # site or surface -> mean margin while its outputs are their means
+    errors: Mapping[str, float]  # site or surface -> standard error of what that costs, over prompts
+    rights: Mapping[str, float]  # site or surface -> share of prompts done
 
     def kept(self, name: str) -> float:
         """Share of the dense margin that is left without this site or surface; NaN where there is no positive margin."""

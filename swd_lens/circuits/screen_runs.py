@@ -33,10 +33,7 @@ _CHECKED_PROMPTS = 4
 
 class Output(nn.Module):
     """Stands for a site's product: the host's own, summed up while `counts`, in `rows` its `mean` (per position: `each`).
-
-    Args:
-        of_expert: only tokens that are routed to it count; the site is shown zeros at others.
-    """
+    of_expert: only tokens that are routed to it count; the site is shown zeros at others."""
 
     def __init__(self, of_expert: bool = False) -> None:
         super().__init__()
@@ -75,9 +72,6 @@ def replaceable(host: Host, sites: Sequence[Site]) -> Iterator[dict[str, Output]
         for site in sites:
             host.swap(site, outputs[site.name].train(mode), HookPoint().train(mode), undo.push)
         yield outputs
-
-
-# ---------------------------------------------------------------------------------------------- runs
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,8 @@ class Curve(Protocol):
 
 
 def mean_min_cost(curves: Sequence[Curve], of: str = "recovered", cost: str = "edges") -> pd.DataFrame:
-    """The least cost of reaching each value that some seed's prefix reaches, over the seeds.
-
-    Args:
-        curves: one per seed, of one task.
-        of, cost: as for `CostCurve.min_cost`.
-
-    Returns: columns `of` (ascending), mean, sd, reached (seeds that reach it).
-    """
+    """The least cost of reaching each value that some seed's prefix reaches, over the seeds. curves: one per seed, of one
+    task; of, cost: as for `CostCurve.min_cost`. Returns: columns `of` (ascending), mean, sd, reached (seeds that reach it)."""
     least = [curve.min_cost(of, cost) for curve in curves]
     values = np.unique(np.concatenate([table[of].to_numpy(dtype=float) for table in least]))
     costs: dict[int, np.ndarray] = {}
@@ -49,11 +43,8 @@ def mean_min_cost(curves: Sequence[Curve], of: str = "recovered", cost: str = "e
 
 @dataclass(frozen=True)
 class SeedCosts:
-    """Costs of several seeds' circuits at one threshold; None where no seed reaches it (sd: where fewer than two do).
-
-    Attributes:
-        reached: seeds that reach it.
-    """
+    """Costs of several seeds' circuits at one threshold; None where no seed reaches it (sd: where fewer than two do). reached:
+    seeds that reach it."""
 
     mean: float | None
     sd: float | None

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from swd_lens.base import __version__
-from swd_lens.base.names import require_names
+from swd_lens.base.checks import require_names
 from swd_lens.base.writer import writing
 from swd_lens.cli.options import OutputOptions, say, say_memory_needed
 from swd_lens.factorization.checkpoint import host_fingerprint, tokens_fingerprint

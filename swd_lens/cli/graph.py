@@ -11,7 +11,7 @@ from typer import Option
 
 from swd_lens.analysis import graph as graphs
 from swd_lens.analysis.audit import UnitLabels, audit
-from swd_lens.analysis.graph.export import plain_name
+from swd_lens.analysis.graph.export import TARGETS, plain_name
 from swd_lens.analysis.graph.frozen import require_drawable
 from swd_lens.base import __version__
 from swd_lens.base.checks import one_of
@@ -48,7 +48,6 @@ from swd_lens.tasks.named_text import SOTU
 from swd_lens.tasks.task import Task
 from swd_lens.units import UnitSet
 
-EXPORTS = ("circuit-tracer", "neuronpedia")
 _REPLAYED = 48  # nodes that the page's slider has true runs of
 
 
@@ -98,7 +97,7 @@ def graph(
     labels: Annotated[
         Path | None, Option(help="Labels of units: what the page's download gave, or a file of UnitLabels.")
     ] = None,
-    export: Annotated[list[str] | None, Option(help=f"Also for the viewer of: {', '.join(EXPORTS)}; repeatable.")] = None,
+    export: Annotated[list[str] | None, Option(help=f"Also for the viewer of: {', '.join(TARGETS)}; repeatable.")] = None,
     overwrite: OverwriteOption = False,
     solver: GraphSolverOptions,
     printed: OutputOptions,
@@ -107,7 +106,7 @@ def graph(
     if sites and factors:
         raise ValueError("--sites and --factors: name the matrices to factorize, or a folder of finished factors, not both")
     for target in export or ():
-        one_of("--export", target, EXPORTS)
+        one_of("--export", target, TARGETS)
     named = None if labels is None else UnitLabels.load(labels)
     finished = None if factors is None else finished_factors(factors)[1]
     made = ["screen"] * (not sites and finished is None) + ["factorize"] * (finished is None)

@@ -17,8 +17,8 @@ from swd_lens.hosts.load import load_host
 from swd_lens.report.paper import write_paper_report
 from swd_lens.report.terminal import table
 from swd_lens.study import paper as items
+from swd_lens.study.paper.costs import SHAPES
 from swd_lens.study.paper.run import items_named
-from swd_lens.study.paper.shapes import SHAPES
 
 _ALL, _REPORT = "all", "report"
 

@@ -195,9 +195,6 @@ def on_post_page(output: str, page: Any, config: MkDocsConfig) -> str:
     return re.sub(r'<div id="(swd-output-[\w-]+)"></div>', lambda match: _OUTPUTS[match[1]], output)
 
 
-# ---------------------------------------------------------------------------------------------- the build
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {**reference_pages(), **notebook_pages(), **{page: copied_page(source) for page, source in COPIED.items()}}
     for path, text in pages.items():

@@ -31,8 +31,7 @@ from swd_lens.factorization.basis import with_chosen_bases
 from swd_lens.factorization.calibration_text import CalibrationText, KnownGrams
 from swd_lens.factorization.estimate import forecast
 from swd_lens.factorization.grams import collect_grams
-from swd_lens.factorization.job import Job
-from swd_lens.factorization.options import SolveOptions
+from swd_lens.factorization.job import Job, SolveOptions
 from swd_lens.factorization.solve import solve
 from swd_lens.factorization.solve_task import naming
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout

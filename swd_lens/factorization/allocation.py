@@ -36,17 +36,13 @@ _FLOOR = 1e-7
 class LossCurve(Record):
     """Loss of one matrix at some budgets.
 
-    Attributes:
-        edges: budgets K, rising.
-        losses: the loss at each, in any unit that can be added over matrices (nats of KL).
-
     Raises:
         ValueError: no budgets, budgets that do not rise from 0 on (or pass 64 bits), another number of losses, or losses
             that are not finite or have no positive one among them.
     """
 
-    edges: tuple[int, ...]
-    losses: tuple[float, ...]
+    edges: tuple[int, ...]  # budgets K, rising
+    losses: tuple[float, ...]  # the loss at each, in any unit that can be added over matrices (nats of KL)
 
     def __post_init__(self) -> None:
         rising = all(a < b for a, b in itertools.pairwise(self.edges))
@@ -81,22 +77,16 @@ class LossCurve(Record):
 class SiteBudget(Record):
     """Budget of one matrix.
 
-    Attributes:
-        numel: entries of the matrix.
-        uniform: K at the uniform s.
-        allocated: K given.
-        curve: its loss at the budgets tried; nats per token for "kl", relMSE for "error".
-
     Raises:
         ValueError: its sparsity is not inside (0, 1).
     """
 
     derived = ("s",)
 
-    numel: int
-    uniform: int
-    allocated: int
-    curve: LossCurve
+    numel: int  # entries of the matrix
+    uniform: int  # K at the uniform s
+    allocated: int  # K given
+    curve: LossCurve  # its loss at the budgets tried; nats per token for "kl", relMSE for "error"
 
     def __post_init__(self) -> None:
         if self.numel < 1 or not 0 < self.s < 1:
@@ -232,11 +222,8 @@ def lower_hull(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def spend(curves: Mapping[str, LossCurve], total: int) -> dict[str, int]:
-    """Budgets of all matrices: sum exactly `total`, summed loss least.
-
-    Raises:
-        ValueError: the curves' first budgets add up to more than the total, or their last ones to less.
-    """
+    """Budgets of all matrices: sum exactly `total`, summed loss least. Raises ValueError: the curves' first budgets add up to
+    more than the total, or their last ones to less."""
     least, most = (sum(curve.edges[end] for curve in curves.values()) for end in (0, -1))
     if not least <= total <= most:
         raise ValueError(
@@ -261,11 +248,8 @@ def spend(curves: Mapping[str, LossCurve], total: int) -> dict[str, int]:
 
 
 def fewest_edges(curves: Mapping[str, LossCurve], loss: float) -> int:
-    """The smallest total of which `spend` makes a summed loss of at most this.
-
-    Raises:
-        ValueError: not even the curves' last budgets have so little of it, or already their first ones.
-    """
+    """The smallest total of which `spend` makes a summed loss of at most this. Raises ValueError: not even the curves' last
+    budgets have so little of it, or already their first ones."""
 
     def summed(total: int) -> float:
         return sum(curves[name].at(k) for name, k in spend(curves, total).items())

@@ -63,18 +63,13 @@ GROUP_BYTES = 2**30  # activations and gradients of the matrices that are looked
 
 @dataclass(frozen=True)
 class SideCosts(Record):
-    """Cost of an effect on a next token, on either side of one matrix.
+    """Cost of an effect on a next token, on either side of one matrix."""
 
-    Attributes:
-        inputs, outputs: edges of the fewest coordinates that have the share; geometric means over tokens, NaN of none.
-        log_se: standard error of log(inputs / outputs), tokens being the observations; NaN of fewer than two.
-        n_predictions: tokens at which the matrix helps at all.
-    """
-
+    # inputs, outputs: edges of the fewest coordinates that have the share; geometric means over tokens, NaN of none
     inputs: float
     outputs: float
-    log_se: float
-    n_predictions: int
+    log_se: float  # standard error of log(inputs / outputs), tokens being the observations; NaN of fewer than two
+    n_predictions: int  # tokens at which the matrix helps at all
 
     @property
     def ratio(self) -> float | None:
@@ -193,18 +188,8 @@ def chosen(model: Any, sites: Sequence[Site], stream: TokenStream, share: float,
     """Choose bases of sites that are found already, on a stream; see `choose_basis`."""
     require_loss(model, stream)
     n_rows = min(stream.n_rows, -(-n_tokens // stream.row_length))
-    groups = _groups(sites, min(rows_per_pass(stream), n_rows) * stream.row_length)
-    costs: dict[str, SideCosts] = {}
-    with tqdm(total=n_rows * len(groups), desc="basis", unit="row", disable=not progress, leave=False) as bar:
-        for group in groups:
-            costs |= _costs_of(model, group, stream, n_rows, share, bar)
-    settings = {"swd_lens": __version__, "model": str(model.cfg.model_name), "rows": n_rows}
-    settings |= {"tokens": n_rows * stream.row_length, **standing_hooks(model)}
-    return BasisChoice(share, settings, costs)
-
-
-def _groups(sites: Sequence[Site], tokens: int) -> list[list[Site]]:
-    """Sites whose activations and gradients have room beside each other, in their order."""
+    # Sites whose activations and gradients have room beside each other, in their order.
+    tokens = min(rows_per_pass(stream), n_rows) * stream.row_length
     groups: list[list[Site]] = [[]]
     room = GROUP_BYTES
     for site in sites:
@@ -214,7 +199,13 @@ def _groups(sites: Sequence[Site], tokens: int) -> list[list[Site]]:
             room = GROUP_BYTES
         groups[-1].append(site)
         room -= needed
-    return groups
+    costs: dict[str, SideCosts] = {}
+    with tqdm(total=n_rows * len(groups), desc="basis", unit="row", disable=not progress, leave=False) as bar:
+        for group in groups:
+            costs |= _costs_of(model, group, stream, n_rows, share, bar)
+    settings = {"swd_lens": __version__, "model": str(model.cfg.model_name), "rows": n_rows}
+    settings |= {"tokens": n_rows * stream.row_length, **standing_hooks(model)}
+    return BasisChoice(share, settings, costs)
 
 
 def _costs_of(
@@ -273,8 +264,7 @@ def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -
     Args:
         folder: of the factors that are being made; a call that goes on there takes over what the first one was told.
 
-    Raises:
-        ResumeError: the folder's index names a basis that there is not.
+    Raises ResumeError: the folder's index names a basis that there is not.
     """
     stream = job.stream
     if job.basis_by_text != "no" and folder is not None and (told := _told_before(folder, job)):
@@ -293,11 +283,8 @@ def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -
 
 
 def _told_before(folder: Path, job: Job) -> dict[str, Any] | None:
-    """Read what text said of exactly these matrices to the call whose factors lie in the folder.
-
-    Raises:
-        ResumeError: the folder's index names a basis that there is not.
-    """
+    """Read what text said of exactly these matrices to the call whose factors lie in the folder. Raises ResumeError: the
+    folder's index names a basis that there is not."""
     told: Any = None
     with suppress(FactorFileError, FileNotFoundError):  # a damaged index is said by who reads it
         told = provenance_in(folder).get("basis")

@@ -123,11 +123,8 @@ class KnownGrams:
 
 
 def grams_of(model: Any, sites: Sequence[Site], tokens: Any, *, batch_size: int = 16, progress: bool = False) -> Grams:
-    """The float32 Grams of a host as it is now: those that calibration text remembers, or of a pass of their own.
-
-    Raises:
-        See `collect_grams`.
-    """
+    """The float32 Grams of a host as it is now: those that calibration text remembers, or of a pass of their own. Raises See
+    `collect_grams`."""
     known = None
     if isinstance(tokens, CalibrationText):
         known = KnownGrams(tokens, model, batch_size, "float32").collect(sites, progress)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from swd_lens.base.errors import FactorFileError, ResumeError, ShardError, quoted
+from swd_lens.base.step_cache import HOW_TO_RESUME, differences
 from swd_lens.base.writer import writing
 from swd_lens.hosts.sites import Site, execution_key
 from swd_lens.units.factors import Factors, fingerprint, write_factors
@@ -30,28 +31,14 @@ from swd_lens.units.storage import StoredSite
 
 Recipe = Mapping[str, Any]
 
-# What the hashes in a recipe are of; the other keys name themselves.
-_WORDS = {
-    "weight_sha256": "its weight",
-    "host_sha256": "the host",
-    "tokens_sha256": "calibration tokens",
-    "upstream_sha256": "factors of the earlier sites",
-}
 _SHARDS = "shards"
-_WAYS_OUT = "Rerun with the original settings to resume, give another folder, or overwrite=True to start again"
 
 
 @contextmanager
 def writing_checkpoint(folder: Path, sizes: Mapping[str, int], *, overwrite: bool) -> Iterator[None]:
-    """Hold a folder while these matrices are factorized; a folder that has all of them is only read, and not held.
-
-    Args:
-        sizes: site -> bytes of its file, about.
-
-    Raises:
-        FolderInUseError: another call writes the folder, or a shard that would be overwritten.
-        OSError: it cannot be written, or the disk is too small for the matrices that are missing.
-    """
+    """Hold a folder while these matrices are factorized; a folder that has all of them is only read, and not held. sizes: site
+    -> bytes of its file, about. Raises FolderInUseError: another call writes the folder, or a shard that would be overwritten;
+    OSError: it cannot be written, or the disk is too small for the matrices that are missing."""
     held: Iterable[str] = ()
     with suppress(FactorFileError, FileNotFoundError):  # said by who reads it
         held = () if overwrite else entries_in(folder)
@@ -98,16 +85,13 @@ class Checkpoint:
 
     def resume(self) -> dict[str, Factors]:
         """The finished matrices of the folder, in execution order; none where it holds no index or is to be overwritten.
-
-        Raises:
-            ResumeError: the folder is damaged, holds other sites, or a recipe differs (every difference is named).
-        """
+        Raises ResumeError: the folder is damaged, holds other sites, or a recipe differs (every difference is named)."""
         if self.overwrite or not (self.folder / INDEX).is_file():
             return {}
         try:
             _, stored = open_folder(self.folder)
             if others := [site for site in stored if site not in self.recipes]:
-                raise ResumeError(f"{self.folder} holds {', '.join(others)}, which this call does not factorize. {_WAYS_OUT}")
+                raise ResumeError(f"{self.folder} holds {', '.join(others)}, which this call does not factorize. {HOW_TO_RESUME}")
             finished = {site: Factors(**stored[site].parts()) for site in self.recipes if site in stored}
         except FactorFileError as cause:
             raise ResumeError(f"{cause}; or start again with overwrite=True") from cause
@@ -115,26 +99,23 @@ class Checkpoint:
             recipe = f.provenance.get("recipe")
             if not isinstance(recipe, dict):
                 raise ResumeError(
-                    f"{self.folder} holds {site} without saying how it was made (not by factorize(..., out=...)). {_WAYS_OUT}"
+                    f"{self.folder} holds {site} without saying how it was made (not by factorize(..., out=...)). {HOW_TO_RESUME}"
                 )
             missing = next((earlier for earlier in self.recipes if earlier not in finished or earlier == site), site)
             if self.chained and missing != site:
                 raise ResumeError(
                     f"{self.folder} holds {site} without {missing}; sequential calibration would now put {missing} before "
-                    f"it. {_WAYS_OUT}"
+                    f"it. {HOW_TO_RESUME}"
                 )
             if changed := differences(recipe, self.recipe(site)):
-                raise ResumeError(f"{self.folder} holds {site} made otherwise: {'; '.join(changed)}. {_WAYS_OUT}")
+                raise ResumeError(f"{self.folder} holds {site} made otherwise: {'; '.join(changed)}. {HOW_TO_RESUME}")
             self._entries[site] = stored[site].entry
             self._advance_chain(site, f)
         return finished
 
     def in_shards(self) -> dict[str, Callable[[], Factors]]:
-        """Matrices that shards have finished and this folder does not hold: site -> what reads its Factors.
-
-        Raises:
-            ResumeError: a shard's folder is damaged, or a recipe differs (every difference is named).
-        """
+        """Matrices that shards have finished and this folder does not hold: site -> what reads its Factors. Raises
+        ResumeError: a shard's folder is damaged, or a recipe differs (every difference is named)."""
         missing = [site for site in self.recipes if site not in self._entries]
         if self.overwrite or not missing:
             return {}
@@ -157,7 +138,7 @@ class Checkpoint:
             shard, changed = folder.name, differences(recipe, self.recipe(site))
             if not changed:
                 return lambda: Factors(**stored.parts())
-        raise ResumeError(f"{self.folder} holds {site} of shard {shard}, made otherwise: {'; '.join(changed)}. {_WAYS_OUT}")
+        raise ResumeError(f"{self.folder} holds {site} of shard {shard}, made otherwise: {'; '.join(changed)}. {HOW_TO_RESUME}")
 
     def recipe(self, site: str) -> dict[str, Any]:
         """Everything that decides a site's factors, those before it included; for the provenance of what is added next."""
@@ -206,11 +187,8 @@ class Shard:
         return cls(number, count)
 
     def of(self, sites: Sequence[Site], flops: Mapping[str, float]) -> list[Site]:
-        """This shard's sites, in execution order: the costliest first, each to the shard that has least so far.
-
-        Raises:
-            ShardError: fewer sites than shards, so that this one has nothing to do.
-        """
+        """This shard's sites, in execution order: the costliest first, each to the shard that has least so far. Raises
+        ShardError: fewer sites than shards, so that this one has nothing to do."""
         loads, mine = [0.0] * self.count, []
         for site in sorted(sites, key=lambda site: (-flops[site.name], execution_key(site.name))):
             least = loads.index(min(loads))
@@ -269,17 +247,3 @@ def _sha256(parts: Iterable[Any]) -> str:
             part = part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
         digest.update(part)
     return digest.hexdigest()
-
-
-def differences(then: Recipe, now: Recipe, words: Mapping[str, str] = _WORDS) -> list[str]:
-    """One phrase per value that differs. `words` says what hashes are of; other keys name themselves."""
-
-    def short(key: str, value: Any) -> str:
-        return value[:8] if key in words and isinstance(value, str) else repr(value)
-
-    keys = [*now, *(key for key in then if key not in now)]
-    return [
-        f"{words.get(key, key)} {short(key, then.get(key))} then, {short(key, now.get(key))} now"
-        for key in keys
-        if then.get(key) != now.get(key)
-    ]

@@ -8,7 +8,7 @@
       whole, though a pass from what is kept ends behind the last matrix that it is for.
       Corrected calibration runs every pass twice, as the dense host and as the replaced one (grams.py). Where outputs are
       weighed, a pass forward and back through the whole host comes before the first of the matrices that share it
-      (output_grams.py).
+      (gradients.py).
    c. Held meanwhile: the Grams that the rest of the stage waits for, and everything that is finished.
 2. `Estimate` holds the rows with their totals beside what the machine has and does (machine.py): free memory, speed of float32
    products. It prints as a table; `require_fit` refuses, with the numbers, what cannot fit.
@@ -32,8 +32,7 @@ from swd_lens.base.machine import available_bytes, product_speed
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.gradients import TOKENS
-from swd_lens.factorization.job import Job
-from swd_lens.factorization.options import SolveOptions
+from swd_lens.factorization.job import Job, SolveOptions
 from swd_lens.factorization.solve_task import naming
 from swd_lens.factorization.stages import stages_of, with_room
 from swd_lens.hosts import host_of
@@ -241,11 +240,8 @@ def _token_shape(tokens: Any, host: Any) -> tuple[int, int] | None:
 
 
 def forecast(job: Job, finished: Collection[str] = ()) -> tuple[SiteEstimate, ...]:
-    """One row per matrix that is still to be done; `finished` are the names of those that are there already.
-
-    Raises:
-        ValueError: bad units or solver options; the matrix is named.
-    """
+    """One row per matrix that is still to be done; `finished` are the names of those that are there already. Raises
+    ValueError: bad units or solver options; the matrix is named."""
     plan = _Plan(job)
     unfinished = [[site for site in stage if site.name not in finished] for stage in stages_of(job.sites, job.kind)]
     stages = [stage for stage in unfinished if stage]

@@ -1,7 +1,7 @@
 """factorize: from a host and a pattern to a FactorSet.
 
 0. With a goal in place of a sparsity: search for it (goal.py); each trial is a call of the steps below.
-1. Check the arguments and find the sites, in execution order (job.py, options.py); forecast their cost (estimate.py); with
+1. Check the arguments and find the sites, in execution order (job.py); forecast their cost (estimate.py); with
    basis="auto", see what the text says of each (basis.py).
 2. With out=: hold the folder, or be refused at once; take over the matrices that an earlier, interrupted call finished there,
    if they are what this call would make; and what shards of it have finished (checkpoint.py). Refuse what does not fit into
@@ -16,7 +16,6 @@ The bar counts operations, not matrices, so that its remaining time means someth
 """
 
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import AttachError, ResumeError, ShardError, callers_level, legible
+from swd_lens.base.errors import AttachError, ResumeError, ShardError, legible, warn
 from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
@@ -36,9 +35,8 @@ from swd_lens.factorization.checkpoint import Checkpoint, Shard, writing_checkpo
 from swd_lens.factorization.estimate import Estimate, SiteEstimate, forecast
 from swd_lens.factorization.goal import Goal, GoalSearch, divided, paths_of, scaled, settings_of_search
 from swd_lens.factorization.gradients import require_loss
-from swd_lens.factorization.job import Job
+from swd_lens.factorization.job import Job, SolveOptions
 from swd_lens.factorization.matrices import sparsity_of_each
-from swd_lens.factorization.options import SolveOptions
 from swd_lens.factorization.solve_task import made_by
 from swd_lens.factorization.stages import Calibrated, ReplacedHost, stages_of
 from swd_lens.factorization.workers import Solved, SolveTask, open_workers
@@ -46,7 +44,7 @@ from swd_lens.hosts import Host, find_sites, host_of
 from swd_lens.hosts.beginnings import text_for, warn_without_bos
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.solver import DEFAULT_PRESET, Step
-from swd_lens.solver.error import relmse_of
+from swd_lens.solver.metric import relmse_of
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import described, is_bare, origin_of, probe_at, require_detached, require_free
 from swd_lens.units.factors import Factors, FactorSet
@@ -178,12 +176,9 @@ def factorize(
         )
     # 1. What is asked for, and its share of a larger job.
     if tokens is None and not zero_data:
-        warnings.warn(
-            UserWarning(
-                "no calibration tokens were given, so these factors are zero-data (G = I), which fits every input direction "
-                'alike. Give tokens=, or say calibration="zero-data" if that is meant'
-            ),
-            stacklevel=callers_level(),
+        warn(
+            "no calibration tokens were given, so these factors are zero-data (G = I), which fits every input direction "
+            'alike. Give tokens=, or say calibration="zero-data" if that is meant'
         )
     require_detached(model, "factorize")
     text = None if tokens is None else text_for(model, tokens, exclude=exclude, attention_mask=attention_mask)
@@ -302,11 +297,8 @@ def _factorized(job: Job, checkpoint: Checkpoint | None, *, progress: bool) -> F
 
 
 def _verify_resumed(job: Job, checkpoint: Checkpoint | None, site: Site, f: Factors) -> Factors:
-    """Factors that the folder holds, with the host's dense weight.
-
-    Raises:
-        ResumeError: they were made from another W, or from another input, than their recipe says.
-    """
+    """Factors that the folder holds, with the host's dense weight. Raises ResumeError: they were made from another W, or from
+    another input, than their recipe says."""
     try:
         check_weights(host_of(job.model), site, f)
     except AttachError as cause:
@@ -328,12 +320,8 @@ def _tasks(
 def _finished(
     job: Job, site: Site, solved: Solved, first_share: float | None, n_routed: int | None, recipe: Mapping[str, Any], probed: bool
 ) -> Factors:
-    """The factors where the host's matrix is, with everything that they carry.
-
-    Args:
-        first_share: of their Gram, if they have one; n_routed: of an expert, the tokens that it is the mean of.
-        recipe: for their provenance, with a folder.
-    """
+    """The factors where the host's matrix is, with everything that they carry. first_share: of their Gram, if they have one;
+    n_routed: of an expert, the tokens that it is the mean of; recipe: for their provenance, with a folder."""
     assert solved.site == site.name, f"{solved.site} came for {site.name}"
     host = host_of(job.model)
     weight = host.weight(site)

@@ -52,23 +52,18 @@ _FARTHEST = 0.25  # that a first guess goes on from what was measured
 PRUNED, SVD_PRUNED, SWD, FROM_NEURONS = "Neurons pruned", "SVD pruned", "SWD", "SWD from neurons"
 GIVEN = "as given"
 _FILE, _TRIALS = "goal.json", "trials"
-_WORDS = {"host_sha256": "the host", "tokens_sha256": "calibration tokens", "heldout_sha256": "held-out tokens"}
 
 
 @dataclass(frozen=True)
 class Goal:
     """How far a replacement may move the model on held-out text, in nats per prediction.
 
-    Attributes:
-        kl: KL(dense || replaced) at most.
-        ce: CE(replaced) - CE(dense) at most.
-
     Raises:
         ValueError: neither is given, or one is not above 0.
     """
 
-    kl: float | None = None
-    ce: float | None = None
+    kl: float | None = None  # KL(dense || replaced) at most
+    ce: float | None = None  # CE(replaced) - CE(dense) at most
 
     def __post_init__(self) -> None:
         for name, value in (("kl", self.kl), ("ce", self.ce)):
@@ -92,11 +87,8 @@ class Goal:
 def divided(
     model: Any, tokens: Any, heldout: Any, *, exclude: Any = None, attention_mask: Any = None
 ) -> tuple[CalibrationText, TokenStream]:
-    """Text to fit on and text to be judged on: the last quarter of the rows, where no other is given.
-
-    Raises:
-        TokenError: no tokens, or bad ones; or a single row, and no held-out text.
-    """
+    """Text to fit on and text to be judged on: the last quarter of the rows, where no other is given. Raises TokenError: no
+    tokens, or bad ones; or a single row, and no held-out text."""
     if tokens is None:
         raise TokenError("a goal (kl= or ce=) needs tokens: factors are fitted on a part of the text and judged on another one")
     stream = text_for(model, tokens, exclude=exclude, attention_mask=attention_mask)
@@ -168,36 +160,24 @@ def next_sparsity(points: Sequence[tuple[float, float]], start: float) -> float 
 
 @dataclass
 class GoalSearch:
-    """Search for the sparsest factors of every path that keep a goal (steps 3 and 4).
-
-    Attributes:
-        make: factors of a path's options at a sparsity, and, with a folder, the folder that they are written into.
-        folder: that trials lie in until the search is over.
-        asked: what a search that goes on has to have been asked, as plain values.
-        trials: a row for each factorization, in their order.
-        dense: what all trials share of the dense host's runs.
-        refused: why the last sparsity that had too few edges could not be made.
-    """
+    """Search for the sparsest factors of every path that keep a goal (steps 3 and 4)."""
 
     model: Any
     goal: Goal
     paths: Mapping[str, Mapping[str, Any]]
     text: CalibrationText
     heldout: TokenStream
+    # factors of a path's options at a sparsity, and, with a folder, the folder that they are written into
     make: Callable[[float, Mapping[str, Any], Path | None], FactorSet]
-    folder: Path | None = None
-    asked: Mapping[str, Any] = field(default_factory=dict)
-    trials: list[dict[str, Any]] = field(default_factory=list)
-    dense: DenseCache = field(default_factory=DenseCache)
-    refused: BudgetError | None = None
+    folder: Path | None = None  # that trials lie in until the search is over
+    asked: Mapping[str, Any] = field(default_factory=dict)  # what a search that goes on has to have been asked, as plain values
+    trials: list[dict[str, Any]] = field(default_factory=list)  # a row for each factorization, in their order
+    dense: DenseCache = field(default_factory=DenseCache)  # what all trials share of the dense host's runs
+    refused: BudgetError | None = None  # why the last sparsity that had too few edges could not be made
 
     def run(self, progress: bool) -> tuple[dict[str, Any], FactorSet | None]:
-        """The row of the best end of a path, and its factors, if they were made now.
-
-        Raises:
-            GoalError: nothing that was tried keeps the goal.
-            BudgetError: or nothing could be made.
-        """
+        """The row of the best end of a path, and its factors, if they were made now. Raises GoalError: nothing that was tried
+        keeps the goal; BudgetError: or nothing could be made."""
         start, best, factors = 0.5, None, None
         title = f"factors of {self.goal}"
         with tqdm(total=len(self.paths) * STEPS, desc=title, unit="trial", disable=not progress, leave=False) as bar:
@@ -279,11 +259,8 @@ class GoalSearch:
 
     @contextmanager
     def held(self, overwrite: bool) -> Iterator[None]:
-        """Hold the folder for this search, and take over the trials of an interrupted call.
-
-        Raises:
-            ResumeError: it holds the trials of another search (every difference is named).
-        """
+        """Hold the folder for this search, and take over the trials of an interrupted call. Raises ResumeError: it holds the
+        trials of another search (every difference is named)."""
         with ExitStack() as stack:
             if self.folder is not None:
                 stack.enter_context(writing(self.folder, "factorize"))
@@ -301,7 +278,7 @@ class GoalSearch:
             )
         elif path.is_file():
             held = read_sealed(path, "the trials of a goal")
-            if changed := differences(held["asked"], self.asked, _WORDS):
+            if changed := differences(held["asked"], self.asked):
                 raise ResumeError(
                     f"{path.parent} holds something else: {'; '.join(changed)}; give another folder, or overwrite=True to "
                     "start again"

@@ -5,7 +5,10 @@
 2. The loss is the cross-entropy of the text's own next tokens; autograd gives the gradient of each output. No parameter's
    gradient is computed, and no tensor of logits is whole (hosts/predictions.py).
 
-Output Grams (output_grams.py) and the choice of a basis (basis.py) are made of these.
+3. `collect_output_grams`: H = mean over tokens that count (tasks/counting.py) of g^T g, in float32: no support is chosen by it,
+   so that last digits do not grow. What a factorization does with them: solver/outputs.py.
+
+The choice of a basis (basis.py) is made of these gradients, too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +21,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.base.divergence import cross_entropy, log_probabilities
-from swd_lens.base.errors import TokenError, UnsupportedHostError
+from swd_lens.base.errors import GradientError, TokenError, UnsupportedHostError
+from swd_lens.base.progress import tqdm
+from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import host_of, require_gradients, require_no_dropout
 from swd_lens.hosts.families import facts_of
-from swd_lens.hosts.frozen import frozen
 from swd_lens.hosts.fused import fused_attention
+from swd_lens.hosts.host import frozen
 from swd_lens.hosts.predictions import Predictions
 from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import Site, overlapping
-from swd_lens.tasks.streams import TokenStream
+from swd_lens.tasks.counting import predicted
+from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.units import attach, attached_at
 from swd_lens.units.factors import Factors
 
@@ -35,15 +41,10 @@ _WHILE_COLLECTING = "while gradients are taken at its matrices"
 
 
 class AtSite(NamedTuple):
-    """Activations and gradients at one site, of a few rows.
+    """Activations and gradients at one site, of a few rows."""
 
-    Attributes:
-        read: the activations that enter it; None where they were not asked for.
-        gradient: of the rows' cross-entropy summed over predictions, in nats per output.
-    """
-
-    read: Float[Tensor, "rows pos d_in"] | None
-    gradient: Float[Tensor, "rows pos d_out"]
+    read: Float[Tensor, "rows pos d_in"] | None  # the activations that enter it; None where they were not asked for
+    gradient: Float[Tensor, "rows pos d_out"]  # of the rows' cross-entropy summed over predictions, in nats per output
 
 
 # Rows, and which of their next-token predictions count (None: all) -> what was seen at each site.
@@ -84,8 +85,7 @@ def gradient_passes(model: Any, sites: Sequence[Site], first_row: Int[Tensor, "1
         first_row: of the text; it shows whether attention can be fused.
         reads: whether what enters the sites is kept, too.
 
-    Raises:
-        AttachError: a site is attached.
+    Raises AttachError: a site is attached.
     """
     host, named = host_of(model), {site.name for site in sites}
     # A projection in front of every site's product, whatever `sites` are: a packed product adds up gradients in another order
@@ -138,3 +138,43 @@ def _cross_entropy(targets: Int[Tensor, "rows prediction"], logits: Tensor) -> F
     if bool((targets >= 0).all()):
         return cross_entropy(log_q, targets).sum()
     return cross_entropy(log_q, targets.clamp(min=0))[(targets >= 0).to(log_q.device)].sum()
+
+
+@with_torch_defaults
+def collect_output_grams(
+    model: Any, sites: Sequence[Site], tokens: Any, *, progress: bool = False
+) -> dict[str, Float[Tensor, "_d_out _d_out"]]:
+    """Stream tokens through the dense host, and back from the loss to what every site writes; average g^T g there.
+
+    Args:
+        model: the host; these sites must not be attached.
+        sites: where gradients are taken.
+        tokens: (rows, pos) ids, or a `TokenStream`; each row predicts its own tokens 1..pos-1.
+
+    Returns: Site name -> (d_out, d_out) float32; entry (i, j) in units of nats squared per output squared, mean over tokens.
+
+    Raises:
+        TokenError: see `swd_lens.tasks.streams.as_stream`.
+        ValueError: a gradient is not finite (site named).
+        AttachError: a site is attached.
+        TokenError, UnsupportedHostError, ValueError: see `require_loss`.
+    """
+    stream = as_stream(tokens, model)
+    require_loss(model, stream)
+    size, sums = rows_per_pass(stream), dict[str, Tensor]()
+    with gradient_passes(model, sites, stream.first_row()[None]) as gradients_of:
+        total = -(-stream.n_rows // size)
+        bar = tqdm(stream.batches(size), desc="gradients", total=total, unit="batch", disable=not progress, leave=False)
+        first_row = 0
+        for rows in bar:
+            counted = stream.counted(rows, first_row)
+            first_row += len(rows)
+            for name, at_site in gradients_of(rows, predicted(counted)).items():
+                flat = at_site.gradient.float().flatten(0, -2)
+                flat = flat if counted is None else flat[counted.flatten().to(flat.device)]
+                sums[name] = sums[name].addmm_(flat.T, flat) if name in sums else flat.T @ flat
+    for name, gradient_sum in sums.items():
+        if not bool(gradient_sum.isfinite().all()):
+            raise GradientError(f"the loss's gradients at {name} are not finite on these tokens; the host itself is broken there")
+    n_tokens = stream.n_counted
+    return {name: gradient_sum.div_(n_tokens) for name, gradient_sum in sums.items()}

@@ -1,15 +1,14 @@
 """Job: what is to be factorized and how, checked once: the arguments of `factorize`, `estimate` and `allocate`.
 
 1. `Job.of` takes the matrices (matrices.py), refuses what no factorization can be made with, and settles what depends on them: a
-   sparsity and a basis for each, and the precision of Grams. The other arguments stay together (options.py).
+   sparsity and a basis for each, and the precision of Grams. The other arguments stay together (`SolveOptions`).
 2. `with_bases` changes the bases, once text has been looked at (basis.py).
 3. A job says what follows from its arguments: the provenance of the set, the recipe of each matrix (checkpoint.py) and the task
    that its solve is (solve.py).
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -17,52 +16,88 @@ import torch
 from torch import Tensor
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import ShardError, UnknownSiteError, callers_level
+from swd_lens.base.checks import bounded, one_of
+from swd_lens.base.errors import ShardError, UnknownSiteError, legible, quoted, warn
 from swd_lens.base.settings import AUTO
 from swd_lens.factorization.checkpoint import Recipe, Shard, host_fingerprint
 from swd_lens.factorization.gradients import require_loss
 from swd_lens.factorization.matrices import affordable, basis_asked, basis_of_each, matrices_of, sparsity_of_each
-from swd_lens.factorization.options import SolveOptions
 from swd_lens.factorization.solve_task import SolveTask, naming
 from swd_lens.factorization.stages import Calibrated
 from swd_lens.hosts import find_sites, host_of, matrix_entries
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import PACKED, Pattern, Site
-from swd_lens.solver import AnySpec, resolve
+from swd_lens.solver import DEFAULT_PRESET, AnySpec, resolve
 from swd_lens.solver.budget import edges
 from swd_lens.solver.validate import resolve_units
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import probe_tokens
 from swd_lens.units.match import weight_fingerprint
 
+CALIBRATIONS = ("sequential", "corrected", "per_block", "dense")
+
+
+@dataclass(frozen=True)
+class SolveOptions:
+    """How matrices are factorized; see `swd_lens.factorize` for each.
+
+    Raises:
+        ValueError: a value that no factorization can be made with, or a device that is not there.
+    """
+
+    preset: str = DEFAULT_PRESET  # preset, units, basis: the solver's, for all matrices; a basis of None is the default
+    units: int | float | str | None = None
+    basis: Any = None
+    calibration: str = "sequential"  # calibration, batch_size, gram_dtype, weigh_outputs: what each matrix is fitted to
+    batch_size: int = 16
+    gram_dtype: str = AUTO
+    weigh_outputs: bool = False
+    device: str | torch.device | None = None  # device, workers, threads: where matrices are solved
+    workers: int | str = 1
+    threads: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # further settings of the preset
+
+    def __post_init__(self) -> None:
+        one_of("calibration", self.calibration, CALIBRATIONS)
+        bounded("batch_size", self.batch_size, 1)
+        one_of("gram_dtype", self.gram_dtype, (AUTO, "float32", "float64"))
+        if self.device is not None:  # before anything is calibrated, not after
+            try:
+                torch.empty(1, device=self.device)
+            except (RuntimeError, AssertionError, NotImplementedError) as cause:
+                why = (str(cause).splitlines() or [type(cause).__name__])[0]
+                raise ValueError(
+                    f"device={quoted(str(self.device))} cannot be used here: {legible(why)}. None solves where the host is"
+                ) from cause
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `factorize` that say the same."""
+        named = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "settings"}
+        return {**named, **self.settings}
+
+    @property
+    def solver(self) -> dict[str, Any]:
+        """The further settings, and the basis where one is given: what was asked of the solver beside preset and units."""
+        return {**self.settings} if self.basis is None else {**self.settings, "basis": self.basis}
+
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of a factorization, checked.
+    """The arguments of a factorization, checked."""
 
-    Attributes:
-        model: the host; None where it is not loaded, and only shapes are known.
-        sites: in execution order.
-        tokens: calibration tokens, or (rows, pos) of tokens that are not there yet; None for zero-data.
-        sparsities: site name -> s.
-        how: the other arguments.
-        gram_dtype: of the Grams, decided.
-        bases: site name -> basis, of those that are not solved with the preset's own.
-        basis_by_text: whether the text may say more of them: "asked" (the caller's "auto"), "default", or "no".
-        told: what the text has said (basis.py), as plain values; empty until it has.
-        shard: the part of a larger job that this one is.
-    """
-
-    model: Any
-    sites: tuple[Site, ...]
+    model: Any  # the host; None where it is not loaded, and only shapes are known
+    sites: tuple[Site, ...]  # in execution order
+    # calibration tokens, or (rows, pos) of tokens that are not there yet; None for zero-data
     tokens: TokenStream | tuple[int, int] | None
-    sparsities: Mapping[str, float]
-    how: SolveOptions
-    gram_dtype: Literal["float32", "float64"]
-    bases: Mapping[str, str]
+    sparsities: Mapping[str, float]  # site name -> s
+    how: SolveOptions  # the other arguments
+    gram_dtype: Literal["float32", "float64"]  # of the Grams, decided
+    bases: Mapping[str, str]  # site name -> basis, of those that are not solved with the preset's own
+    # whether the text may say more of them: "asked" (the caller's "auto"), "default", or "no"
     basis_by_text: Literal["asked", "default", "no"] = "no"
+    # what the text has said (basis.py), as plain values; empty until it has
     told: Mapping[str, Any] = field(default_factory=dict)
-    shard: Shard | None = None
+    shard: Shard | None = None  # the part of a larger job that this one is
 
     @classmethod
     def of(
@@ -73,12 +108,9 @@ class Job:
         sparsity: float | int | Mapping[str, float],
         how: SolveOptions,
     ) -> "Job":
-        """The job of these arguments; `model` is a host, or shapes as `estimate` takes them.
-
-        Raises:
-            UnknownSiteError, UnsupportedHostError: bad sites or host.
-            ValueError: bad shapes, sparsities or solver options (the site is named), or outputs that cannot be weighed.
-        """
+        """The job of these arguments; `model` is a host, or shapes as `estimate` takes them. Raises UnknownSiteError,
+        UnsupportedHostError: bad sites or host; ValueError: bad shapes, sparsities or solver options (the site is named), or
+        outputs that cannot be weighed."""
         shapes_only = isinstance(model, Mapping | Sequence)
         matrices = matrices_of(model, sites) if shapes_only else tuple(find_sites(model, sites))
         for site in matrices:
@@ -177,20 +209,14 @@ class Job:
             if share > 0
             else f"preset {self.how.preset!r} applies no shrinkage here, so the factors will fit these tokens only"
         )
-        warnings.warn(
-            UserWarning(
-                f"{self.n_tokens} calibration tokens for {widest.name}, which reads {widest.d_in} inputs: its Gram is "
-                f"singular; {remedy}. Give more tokens, or none (zero-data)."
-            ),
-            stacklevel=callers_level(),
+        warn(
+            f"{self.n_tokens} calibration tokens for {widest.name}, which reads {widest.d_in} inputs: its Gram is "
+            f"singular; {remedy}. Give more tokens, or none (zero-data)."
         )
 
     def only(self, shard: Shard, flops: Mapping[str, float]) -> "Job":
-        """The job of one shard; `flops` are the sites' estimated operations.
-
-        Raises:
-            ShardError: the matrices wait for each other, or there are fewer than shards.
-        """
+        """The job of one shard; `flops` are the sites' estimated operations. Raises ShardError: the matrices wait for each
+        other, or there are fewer than shards."""
         if self.chained:
             raise ShardError(
                 f"shard {shard} with {self.kind} calibration: each matrix waits for those before it. Shard zero-data or "

@@ -35,11 +35,8 @@ class Shape(Site):
 
 
 def matrices_of(shapes: Any, sites: Pattern) -> tuple[Site, ...]:
-    """Name -> (d_in, d_out), or one (d_in, d_out), as matrices: sites where the names are site names.
-
-    Raises:
-        ValueError: no shapes, one that is not a pair of whole numbers of at least 1, or a pattern beside them.
-    """
+    """Name -> (d_in, d_out), or one (d_in, d_out), as matrices: sites where the names are site names. Raises ValueError: no
+    shapes, one that is not a pair of whole numbers of at least 1, or a pattern beside them."""
     if sites != "all":
         raise ValueError(f"sites={quoted(sites)}: every shape given is estimated; leave out those that you do not want")
     named = dict(shapes) if isinstance(shapes, Mapping) else {"matrix": shapes}
@@ -56,12 +53,9 @@ def _matrix(name: str, shape: Any, number: int) -> Site:
 
 
 def sparsity_of_each(sites: Sequence[Site], sparsity: float | int | Mapping[str, float]) -> dict[str, float]:
-    """Site name -> s: one for all, or a mapping whose keys are patterns (see `swd_lens.hosts.sites.select_sites`).
-
-    Raises:
-        UnknownSiteError: a key matches none of the sites.
-        SparsityError: a site without an s, or with two different ones; an s that is no number.
-    """
+    """Site name -> s: one for all, or a mapping whose keys are patterns (see `swd_lens.hosts.sites.select_sites`). Raises
+    UnknownSiteError: a key matches none of the sites; SparsityError: a site without an s, or with two different ones; an s
+    that is no number."""
     for s in sparsity.values() if isinstance(sparsity, Mapping) else [sparsity]:
         if not is_number(s):
             raise SparsityError(f"sparsity={quoted(s)}: give a number inside (0, 1); s = 1 - K / numel(W)")

@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import shutil
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -27,7 +26,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import callers_level, legible
+from swd_lens.base.errors import legible, warn
 from swd_lens.base.files import remove_remains, workplace_beside
 from swd_lens.hosts import Host, Start, host_of
 from swd_lens.hosts.fused import fused_attention
@@ -96,11 +95,8 @@ class Residuals:
         sites: Sequence[Site],
         use: Callable[[Site, Float[Tensor, "_rows pos _d_in"]], None],
     ) -> None:
-        """Run one of the batches for what sites read: use(site, h) of each.
-
-        Raises:
-            UnsupportedHostError: a site that the host's forward never shows, or shows several times per token.
-        """
+        """Run one of the batches for what sites read: use(site, h) of each. Raises UnsupportedHostError: a site that the
+        host's forward never shows, or shows several times per token."""
         wanted = {site.name for site in sites}
         ends = start is not None and wanted <= self._once
         vectors: Counter[str] = Counter()
@@ -118,11 +114,8 @@ class Residuals:
         require_one_per_token(sites, vectors, tokens.numel())
 
     def advance(self, layer: int) -> None:
-        """Keep what enters block `layer` from now on, of the host as it is now. Interrupted, all is as before.
-
-        Raises:
-            ValueError: `layer` lies before what is kept, or there is no such block.
-        """
+        """Keep what enters block `layer` from now on, of the host as it is now. Interrupted, all is as before. Raises
+        ValueError: `layer` lies before what is kept, or there is no such block."""
         last = len(self.host.model.blocks) - 1
         if not self.layer <= layer <= last:
             raise ValueError(
@@ -211,13 +204,10 @@ class Residuals:
     def _disk_too_small(self, needed: int, free: int) -> str:
         """Why nothing is kept, after a warning; bytes."""
         n_tokens, folder = self.stream.n_tokens, self._made_in()
-        warnings.warn(
-            UserWarning(
-                f"residuals of {n_tokens} tokens need {needed / 1000000000.0:.1f} GB of disk, and {free / 1000000000.0:.1f} "
-                f"GB are free in {legible(folder)}; calibration runs every block anew for each stage, which takes longer. Free "
-                "some, set TMPDIR to a larger disk, or give fewer tokens"
-            ),
-            stacklevel=callers_level(),
+        warn(
+            f"residuals of {n_tokens} tokens need {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} "
+            f"GB are free in {legible(folder)}; calibration runs every block anew for each stage, which takes longer. Free "
+            "some, set TMPDIR to a larger disk, or give fewer tokens"
         )
         return f"residuals of {n_tokens} tokens need {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are free"
 

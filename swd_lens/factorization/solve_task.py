@@ -19,7 +19,7 @@ from torch import Tensor
 from swd_lens import solver
 from swd_lens.base.errors import SolveInputError
 from swd_lens.solver import DEFAULT_PRESET, OnIteration
-from swd_lens.solver.error import relmse_of
+from swd_lens.solver.metric import relmse_of
 
 # What torch's own CPU allocations are aligned to.
 _ALIGNED = 64
@@ -36,60 +36,40 @@ def made_by(solver_name: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SolveTask:
-    """One matrix with everything its solve needs.
+    """One matrix with everything its solve needs."""
 
-    Attributes:
-        site: its name; errors carry it.
-        weight: (d_in, d_out), any floating dtype; it travels in its own and is solved in float32, on its own device.
-        gram: (d_in, d_in), or None for zero-data.
-        output_gram: (d_out, d_out), or None: all outputs count the same.
-        first: (vector, d_in), the Gram's part from first positions, see `Grams.first`; None where there is no Gram.
-        sparsity, preset, units, tokens, options: as for `swd_lens.solve`.
-        bytes: working memory that the solve will need, see `swd_lens.solver.cost`; 0 if unknown. Schedulers go by it.
-    """
-
-    site: str
+    site: str  # its name; errors carry it
+    # (d_in, d_out), any floating dtype; it travels in its own and is solved in float32, on its own device
     weight: Float[Tensor, "d_in d_out"]
-    gram: Float[Tensor, "d_in d_in"] | None = None
-    sparsity: float | int = 0.5
+    gram: Float[Tensor, "d_in d_in"] | None = None  # (d_in, d_in), or None for zero-data
+    sparsity: float | int = 0.5  # sparsity, preset, units, tokens, options: as for `swd_lens.solve`
     preset: str = DEFAULT_PRESET
     units: int | float | str | None = None
     tokens: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    bytes: int = 0
-    output_gram: Float[Tensor, "d_out d_out"] | None = None
+    bytes: int = 0  # working memory that the solve will need, see `swd_lens.solver.cost`; 0 if unknown. Schedulers go by it.
+    output_gram: Float[Tensor, "d_out d_out"] | None = None  # (d_out, d_out), or None: all outputs count the same
+    # (vector, d_in), the Gram's part from first positions, see `Grams.first`; None where there is no Gram
     first: Float[Tensor, "_vector _d_in"] | None = None
 
 
 @dataclass(frozen=True)
 class Solved:
-    """The outcome of a task, from which `Factors` are made where their host is known (factorize.py).
+    """The outcome of a task, from which `Factors` are made where their host is known (factorize.py)."""
 
-    Attributes:
-        site: the task's.
-        read, write: (d_in, unit) and (unit, d_out), float32, on the task's device.
-        settings: every value used, and the entries kept.
-        solver: name of the algorithm.
-        relmse: under the task's Gram; relative_frobenius: without it. See `Factors.relmse`.
-        relmse_of_others: under the Gram without first positions; None where there is none.
-    """
-
-    site: str
-    read: Float[Tensor, "d_in unit"]
+    site: str  # the task's
+    read: Float[Tensor, "d_in unit"]  # read, write: (d_in, unit) and (unit, d_out), float32, on the task's device
     write: Float[Tensor, "unit d_out"]
-    settings: Mapping[str, Any]
-    solver: str
-    relmse: float
+    settings: Mapping[str, Any]  # every value used, and the entries kept
+    solver: str  # name of the algorithm
+    relmse: float  # under the task's Gram; relative_frobenius: without it. See `Factors.relmse`.
     relative_frobenius: float
-    relmse_of_others: float | None = None
+    relmse_of_others: float | None = None  # under the Gram without first positions; None where there is none
 
 
 def solve_task(task: SolveTask, on_iteration: OnIteration | None = None) -> Solved:
-    """Solve and measure; the same values in the task give the same bits, wherever they lie in memory.
-
-    Raises:
-        ValueError: what `swd_lens.solve` raises, with the site's name and shape in front.
-    """
+    """Solve and measure; the same values in the task give the same bits, wherever they lie in memory. Raises ValueError: what
+    `swd_lens.solve` raises, with the site's name and shape in front."""
     weight = _laid_out(task.weight.detach(), torch.float32)
     gram, output_gram = (None if each is None else _laid_out(each.detach(), each.dtype) for each in (task.gram, task.output_gram))
     how: dict[str, Any] = {"preset": task.preset, "units": task.units, "tokens": task.tokens, **task.options}

@@ -12,7 +12,6 @@
    times and not once per later stage.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -23,12 +22,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from swd_lens.base.errors import callers_level
+from swd_lens.base.errors import warn
 from swd_lens.base.interrupts import joint
 from swd_lens.base.undo import Undo
 from swd_lens.factorization.calibration_text import CalibrationText, KnownGrams
+from swd_lens.factorization.gradients import collect_output_grams
 from swd_lens.factorization.grams import Grams, collect_grams, collect_pairs, corrected
-from swd_lens.factorization.output_grams import collect_output_grams
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site, base_kind
@@ -43,23 +42,14 @@ _READS_MLP_INPUT = ("mlp_gate", "mlp_in")
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Results of calibration for one matrix.
+    """Results of calibration for one matrix."""
 
-    Attributes:
-        gram: (d_in, d_in); None: of an expert to which no token was routed.
-        target: (d_in, d_out), to be factorized in W's place; None: W itself.
-        first_share: of the Gram's trace, from first positions of rows.
-        first: what `Grams.first` has of it.
-        n_routed: tokens that were routed to the expert whose matrix it is; None: every token reads it.
-        output_gram: (d_out, d_out); None where all outputs count the same.
-    """
-
-    gram: Tensor | None
-    target: Tensor | None
-    first_share: float
-    first: Tensor | None = None
-    n_routed: int | None = None
-    output_gram: Tensor | None = None
+    gram: Tensor | None  # (d_in, d_in); None: of an expert to which no token was routed
+    target: Tensor | None  # (d_in, d_out), to be factorized in W's place; None: W itself
+    first_share: float  # of the Gram's trace, from first positions of rows
+    first: Tensor | None = None  # what `Grams.first` has of it
+    n_routed: int | None = None  # tokens that were routed to the expert whose matrix it is; None: every token reads it
+    output_gram: Tensor | None = None  # (d_out, d_out); None where all outputs count the same
 
 
 def _calibrated(grams: Grams, site: str) -> Calibrated:
@@ -73,12 +63,11 @@ def warn_of_few_routed(sites: Sequence[Site], n_routed: Mapping[str, int], n_tok
     few = {site.name: n_routed[site.name] for site in sites if n_routed.get(site.name, site.d_in) < site.d_in}
     if few:
         least = min(few, key=lambda name: few[name])
-        said = UserWarning(
+        warn(
             f"{len(few)} matrices of experts read fewer of the {n_tokens} calibration tokens than they have inputs "
             f"({least}: {few[least]}); their Grams are shrunk where the preset does so, and the "
             f"{sum(n == 0 for n in few.values())} without any are made zero-data"
         )
-        warnings.warn(said, stacklevel=callers_level())
 
 
 def stages_of(sites: Sequence[Site], kind: str, gram_bytes: int = GRAM_BYTES) -> list[tuple[Site, ...]]:
@@ -179,16 +168,13 @@ class ReplacedHost:
         calibrated = self._inputs(sites, progress)
         if not self._weighed:
             return calibrated
-        outputs = self._outputs(sites, progress)
-        return {name: replace(of_site, output_gram=outputs[name]) for name, of_site in calibrated.items()}
-
-    def _outputs(self, sites: Sequence[Site], progress: bool) -> dict[str, Tensor]:
-        """The sites' output Grams, of the dense host; those of later matrices, as many as have room, are collected with them."""
+        # The sites' output Grams, of the dense host; those of later matrices, as many as have room, are collected with them.
         if missing := [site for site in sites if site.name not in self._output_grams]:
             together = with_room(missing, self._weighed[self._weighed.index(missing[-1]) + 1 :])
             with self._dense():
                 self._output_grams |= collect_output_grams(self.model, together, self.stream, progress=progress)
-        return {site.name: self._output_grams.pop(site.name) for site in sites}
+        outputs = {site.name: self._output_grams.pop(site.name) for site in sites}
+        return {name: replace(of_site, output_gram=outputs[name]) for name, of_site in calibrated.items()}
 
     def _inputs(self, sites: Sequence[Site], progress: bool = False) -> dict[str, Calibrated]:
         """The sites' Grams, in one pass: behind what has been replaced, or, with dense calibration, in the dense host.

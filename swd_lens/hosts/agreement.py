@@ -14,7 +14,6 @@
 5. A model that gives no logits for a row of tokens (speech, images, encoder and decoder) is not compared, and a warning says so.
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
@@ -25,7 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from swd_lens.base.errors import HostDiffersError, callers_level, legible
+from swd_lens.base.errors import HostDiffersError, legible, warn
 from swd_lens.base.machine import is_out_of_memory
 
 N_TOKENS = 32
@@ -99,12 +98,7 @@ class Reference:
             UserWarning: they differ by more than `WARNED`, or could not be compared.
         """
         if self.row is None:
-            warnings.warn(
-                UserWarning(
-                    f"{legible(self.name)} was loaded without being compared with transformers' own model: {legible(self.reason)}"
-                ),
-                stacklevel=callers_level(),
-            )
+            warn(f"{legible(self.name)} was loaded without being compared with transformers' own model: {legible(self.reason)}")
             return
         try:
             with torch.no_grad(), _in_float32(model) if self.exact else nullcontext():
@@ -117,7 +111,13 @@ class Reference:
                 f"transformers' own model of {self.name} runs on a row of tokens, and this {kind} does not ({its_cause}; "
                 f"{_versions()}). check=False loads it all the same"
             ) from cause
-        difference, position = self._difference(logits)
+        # The largest difference over the largest logit, and its position. Vocabularies may be padded.
+        n_words = min(logits.shape[-1], self.logits.shape[-1])
+        expected = self.logits[..., :n_words]
+        apart = (logits[..., :n_words] - expected).abs().amax(-1)[0]
+        position = int(apart.nan_to_num(torch.inf).argmax())
+        largest = float(apart[position])
+        difference = largest / float(expected.abs().max()) if largest else 0.0
         _FOUND[model] = difference
         steps = 1 if self.exact else 4
         refused, warned = max(REFUSED, 2 * steps * self.step), max(WARNED, steps * self.step)
@@ -132,16 +132,7 @@ class Reference:
                 f"{found}. What is measured on it says nothing of the model. {advice}; check=False loads it all the same"
             )
         if difference > warned:
-            warnings.warn(UserWarning(f"{found}, which is more than rounding makes"), stacklevel=callers_level())
-
-    def _difference(self, logits: Float[Tensor, "1 pos _vocab"]) -> tuple[float, int]:
-        """The largest difference over the largest logit, and its position. Vocabularies may be padded."""
-        n_words = min(logits.shape[-1], self.logits.shape[-1])
-        expected = self.logits[..., :n_words]
-        apart = (logits[..., :n_words] - expected).abs().amax(-1)[0]
-        position = int(apart.nan_to_num(torch.inf).argmax())
-        largest = float(apart[position])
-        return (largest / float(expected.abs().max()) if largest else 0.0), position
+            warn(f"{found}, which is more than rounding makes")
 
 
 def _versions() -> str:
@@ -159,9 +150,6 @@ def _run(model: Any, row: Int[Tensor, "1 pos"]) -> Float[Tensor, "1 pos vocab"]:
     runs = BridgeRuns()
     runs.model = model
     return runs.run(row)
-
-
-# ---------------------------------------------------------------------------------------------- float32
 
 
 @contextmanager

@@ -94,11 +94,8 @@ class Heads:
 
 
 def heads_of(host: Host, layer: int) -> Heads:
-    """The heads of a layer. Tensors are float32 copies on the layer's device.
-
-    Raises:
-        UnsupportedHostError: the layer has no attention scores of this form; the message says what it does instead.
-    """
+    """The heads of a layer. Tensors are float32 copies on the layer's device. Raises UnsupportedHostError: the layer has no
+    attention scores of this form; the message says what it does instead."""
     facts = facts_of(host.model)
     if not facts.causal:
         raise UnsupportedHostError(
@@ -229,10 +226,7 @@ def _bridge_norm(attn: Any, name: str) -> HeadNorm | None:
 @dataclass(frozen=True)
 class Rotation:
     """Rotary angles of the positions 0 .. n_pos - 1; the first rotary_dim entries of a head are rotated, the others stay.
-
-    Attributes:
-        adjacent: pairs are (2i, 2i + 1); else (i, i + rotary_dim / 2).
-    """
+    adjacent: pairs are (2i, 2i + 1); else (i, i + rotary_dim / 2)."""
 
     cos: Float[Tensor, "pos rotary_dim"]
     sin: Float[Tensor, "pos rotary_dim"]
@@ -258,12 +252,8 @@ class Rotation:
 
 
 def rotations(host: Host, heads: Sequence[Heads], n_pos: int) -> dict[int, Rotation | None]:
-    """Layer -> angles of the first n_pos positions, float32 on the layer's device; None where positions do not rotate.
-
-    Raises:
-        ValueError: more positions than the host's context.
-        UnsupportedHostError: a bridge whose layer shows no angles.
-    """
+    """Layer -> angles of the first n_pos positions, float32 on the layer's device; None where positions do not rotate. Raises
+    ValueError: more positions than the host's context; UnsupportedHostError: a bridge whose layer shows no angles."""
     if n_pos > int(host.model.cfg.n_ctx):
         raise ValueError(f"{n_pos} positions do not fit the host's context of {host.model.cfg.n_ctx}")
     by_layer: dict[int, Rotation | None] = {layer.layer: None for layer in heads}

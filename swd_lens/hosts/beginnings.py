@@ -5,7 +5,6 @@
 2. `text_for` is how calls that sum over text take it: with what counts (tasks/counting.py).
 """
 
-import warnings
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base.divergence import CHUNK_BYTES, cross_entropy, log_probabilities
-from swd_lens.base.errors import TextWarning, TokenError, callers_level, quoted
+from swd_lens.base.errors import TextWarning, TokenError, quoted, warn
 from swd_lens.hosts import host_of
 from swd_lens.hosts.families import facts_of
 from swd_lens.tasks.encoding import begins_with_bos
@@ -23,15 +22,9 @@ _ROWS, _POSITIONS = 4, 256  # that are looked at
 
 
 def text_for(model: Any, tokens: Any, *, exclude: Any = None, attention_mask: Any = None) -> TokenStream:
-    """Tokens of any form for a call that sums over those that count.
-
-    Args:
-        exclude, attention_mask: see `swd_lens.tasks.streams.as_stream`.
-
-    Raises:
-        TokenError: see `as_stream`; a mask for a host that attends both ways, which sees padding wherever it is; or nothing
-            is left that counts.
-    """
+    """Tokens of any form for a call that sums over those that count. exclude, attention_mask: see
+    `swd_lens.tasks.streams.as_stream`. Raises TokenError: see `as_stream`; a mask for a host that attends both ways, which
+    sees padding wherever it is; or nothing is left that counts."""
     stream = as_stream(tokens, model, exclude=exclude, attention_mask=attention_mask)
     if stream.counting.lengths is not None and not facts_of(model).causal:
         raise TokenError(
@@ -44,11 +37,8 @@ def text_for(model: Any, tokens: Any, *, exclude: Any = None, attention_mask: An
 
 
 def warn_without_bos(model: Any, stream: TokenStream, what: str) -> None:
-    """Warn where the first rows do not begin with the BOS that this host's text begins with.
-
-    Args:
-        what: the call's word for these tokens ("calibration tokens").
-    """
+    """Warn where the first rows do not begin with the BOS that this host's text begins with. what: the call's word for these
+    tokens ("calibration tokens")."""
     if not begins_with_bos(model):
         return
     rows = next(iter(stream.batches(_ROWS)))
@@ -56,14 +46,12 @@ def warn_without_bos(model: Any, stream: TokenStream, what: str) -> None:
     without = rows[rows[:, 0] != bos]
     if not len(without):
         return
-    warnings.warn(
-        TextWarning(
-            f"{what}: {len(without)} of the first {len(rows)} rows do not begin with BOS "
-            f"({quoted(model.tokenizer.bos_token)}), as the text of this host and the prompts of its tasks "
-            f"do.{_measured(model, without, bos)} load_text, stream_rows and pack_text put it there; set "
-            "model.cfg.default_prepend_bos = False if the host was trained without"
-        ),
-        stacklevel=callers_level(),
+    warn(
+        f"{what}: {len(without)} of the first {len(rows)} rows do not begin with BOS "
+        f"({quoted(model.tokenizer.bos_token)}), as the text of this host and the prompts of its tasks "
+        f"do.{_measured(model, without, bos)} load_text, stream_rows and pack_text put it there; set "
+        "model.cfg.default_prepend_bos = False if the host was trained without",
+        TextWarning,
     )
 
 

@@ -151,15 +151,10 @@ def require_hooked_transformer(error: type[Exception]) -> None:
 
 @dataclass(frozen=True)
 class ScoredAttention:
-    """An attention component of bridges whose forward is transformer_lens' own; others leave it to transformers.
+    """An attention component of bridges whose forward is transformer_lens' own; others leave it to transformers."""
 
-    Attributes:
-        own_scale: scale and soft cap are those of Hugging Face's module; else the scale is 1 / sqrt(d_head).
-        scaled_by_layer: with cfg.scale_attn_by_inverse_layer_idx scores are divided by layer + 1.
-    """
-
-    own_scale: bool = False
-    scaled_by_layer: bool = False
+    own_scale: bool = False  # scale and soft cap are those of Hugging Face's module; else the scale is 1 / sqrt(d_head)
+    scaled_by_layer: bool = False  # with cfg.scale_attn_by_inverse_layer_idx scores are divided by layer + 1
 
 
 SCORED_ATTENTION: Mapping[str, ScoredAttention] = {
@@ -171,11 +166,8 @@ SCORED_ATTENTION: Mapping[str, ScoredAttention] = {
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """A layer of Hugging Face's caches that never writes to the keys and values it keeps.
-
-    Attributes:
-        appends: its update is one concatenation along positions, and nothing else.
-    """
+    """A layer of Hugging Face's caches that never writes to the keys and values it keeps. appends: its update is one
+    concatenation along positions, and nothing else."""
 
     appends: bool = False
 
@@ -201,33 +193,19 @@ _MIXING = ("solu", "softmax")
 
 @dataclass(frozen=True)
 class Facts:
-    """A model's properties, read off its settings.
+    """A model's properties, read off its settings."""
 
-    Attributes:
-        bridge: a TransformerBridge, else a HookedTransformer.
-        family: its record.
-        reads_out: next-token logits are read off its last block.
-        causal: a position sees earlier ones only, and logits are read out: the model can write on.
-        norm: of the residual stream: "layer" takes the mean out, "rms" does not; None: there is none.
-        eps: of the norms.
-        positions: how they enter; None: in a way that is not known here.
-        adjacent_pairs: rotary pairs are (2i, 2i + 1).
-        activation: name of the MLPs' activation function.
-        mixes_neurons: the activation function does not see neurons one by one.
-        score_cap, logit_cap: soft caps of attention scores and of logits; None = none.
-    """
-
-    bridge: bool
-    family: Family
-    reads_out: bool
-    causal: bool
-    norm: Norm | None
-    eps: float
-    positions: Positions | None
-    adjacent_pairs: bool
-    activation: str
-    mixes_neurons: bool
-    score_cap: float | None
+    bridge: bool  # a TransformerBridge, else a HookedTransformer
+    family: Family  # its record
+    reads_out: bool  # next-token logits are read off its last block
+    causal: bool  # a position sees earlier ones only, and logits are read out: the model can write on
+    norm: Norm | None  # of the residual stream: "layer" takes the mean out, "rms" does not; None: there is none
+    eps: float  # of the norms
+    positions: Positions | None  # how they enter; None: in a way that is not known here
+    adjacent_pairs: bool  # rotary pairs are (2i, 2i + 1)
+    activation: str  # name of the MLPs' activation function
+    mixes_neurons: bool  # the activation function does not see neurons one by one
+    score_cap: float | None  # score_cap, logit_cap: soft caps of attention scores and of logits; None = none
     logit_cap: float | None
 
 

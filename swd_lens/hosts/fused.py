@@ -99,9 +99,6 @@ def _last_logits(host: Host, tokens: Tensor) -> Float[Tensor, "1 _pos vocab"]:
     return host.unembed(tokens[:, -_CHECKED_POSITIONS:], residual[:, -_CHECKED_POSITIONS:])
 
 
-# ---------------------------------------------------------------------------------------------- what a layer asks
-
-
 def is_hooked(*points: nn.Module | None) -> bool:
     """Whether anybody looks at one of these hook points, by TransformerLens' hooks or by PyTorch's."""
     if _has_any_global_hook():
@@ -121,11 +118,7 @@ def weighted_values(
     scale: float,
     mask: Float[Tensor, "batch _head pos key_pos"] | None,
 ) -> Float[Tensor, "batch head pos d_head"]:
-    """softmax(q k^T * scale, masked) v.
-
-    Args:
-        mask: added to scores; None: causal. A single position then sees all keys.
-    """
+    """softmax(q k^T * scale, masked) v. mask: added to scores; None: causal. A single position then sees all keys."""
     grouped = k.shape[1] != q.shape[1]
     causal = mask is None and q.shape[2] > 1
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)

@@ -25,12 +25,8 @@ _PLAIN_TYPES = ("F32", "F16", "BF16")
 
 
 def gguf_file(name: str) -> Path | None:
-    """The GGUF file that a model's name means; None where it means none.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ImportError: a wheel that is not installed; the message has the command that brings it.
-    """
+    """The GGUF file that a model's name means; None where it means none. Raises FileNotFoundError: no such file; ImportError:
+    a wheel that is not installed; the message has the command that brings it."""
     if name in WHEELS:
         package, command = WHEELS[name]
         spec = find_spec(package)

@@ -23,17 +23,11 @@ from swd_lens.hosts.sites import Site
 
 @dataclass(frozen=True)
 class HeldNorm:
-    """A norm with its scale held.
+    """A norm with its scale held."""
 
-    Attributes:
-        centred: whether the mean over d_model is taken out (LayerNorm does, RMSNorm does not).
-        weight: (d_model,) or None where there is none (or it is folded).
-        inverse: (pos,) 1 / scale of the run's positions; or (batch, pos).
-    """
-
-    centred: bool
-    weight: Float[Tensor, " d_model"] | None
-    inverse: Float[Tensor, "*_batch _pos"]
+    centred: bool  # whether the mean over d_model is taken out (LayerNorm does, RMSNorm does not)
+    weight: Float[Tensor, " d_model"] | None  # (d_model,) or None where there is none (or it is folded)
+    inverse: Float[Tensor, "*_batch _pos"]  # (pos,) 1 / scale of the run's positions; or (batch, pos)
 
     def pull(self, vectors: Float[Tensor, "*n d_model"]) -> Float[Tensor, "*n d_model"]:
         """Vectors that are multiplied with h, as vectors that are multiplied with x; without the scale."""

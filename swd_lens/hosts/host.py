@@ -2,7 +2,8 @@
 
 1. `Host` has one implementation for each kind: hooked/ (HookedTransformer) and bridge/ (TransformerBridge).
    `swd_lens.hosts.host_of` makes one of a model; nothing in this file knows which kinds there are.
-2. `require_...` are checks that callers and hosts share.
+2. `require_...` are checks that callers and hosts share; `shape_only` and `appended` are for the keys and values of a prompt's
+   earlier positions, which copies of a batch hold once. `frozen`: a host without gradients of its own.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -10,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
@@ -17,6 +19,7 @@ from transformer_lens.hook_points import HookPoint
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.base.interrupts import Step
 from swd_lens.base.surroundings import claim
+from swd_lens.base.undo import Undo
 from swd_lens.hosts.families import DROPOUT_RATES
 from swd_lens.hosts.sites import PACKED, BlockShapes, Pattern, Site, overlapping, select_sites, sites_of_blocks
 
@@ -40,32 +43,20 @@ class Affine:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run takes up: the residual stream before block `layer` (layer = number of blocks: behind the last one).
+    """Where a run takes up: the residual stream before block `layer` (layer = number of blocks: behind the last one)."""
 
-    Attributes:
-        layer: blocks before it are not run.
-        residual: (batch, pos, d_model); with a kept prefix pos is 1, the last position.
-    """
-
-    layer: int
-    residual: Float[Tensor, "batch pos d_model"]
+    layer: int  # blocks before it are not run
+    residual: Float[Tensor, "batch pos d_model"]  # (batch, pos, d_model); with a kept prefix pos is 1, the last position
 
 
 @dataclass(frozen=True)
 class Begun:
-    """Prompts run up to a block, once for everything that is tried in that block and later ones: `Host.begin`.
+    """Prompts run up to a block, once for everything that is tried in that block and later ones: `Host.begin`."""
 
-    Attributes:
-        layer: the block.
-        earlier: (batch, pos - 1, d_model), what enters it at all positions but the last.
-        last: (batch, 1, d_model), what enters it at the last one.
-        prefix: the shapes alone of what the blocks before it keep.
-    """
-
-    layer: int
-    earlier: Float[Tensor, "batch _earlier d_model"]
-    last: Float[Tensor, "batch 1 d_model"]
-    prefix: Any
+    layer: int  # the block
+    earlier: Float[Tensor, "batch _earlier d_model"]  # (batch, pos - 1, d_model), what enters it at all positions but the last
+    last: Float[Tensor, "batch 1 d_model"]  # (batch, 1, d_model), what enters it at the last one
+    prefix: Any  # the shapes alone of what the blocks before it keep
 
 
 @runtime_checkable
@@ -89,10 +80,7 @@ class Host(Protocol):
 
     def weight(self, site: Site) -> Float[Tensor, "d_in d_out"]:
         """The dense matrix, float32, detached; a copy or a view, never to be written to. Also while the site is swapped.
-
-        Raises:
-            UnsupportedHostError: the site is a whole MLP.
-        """
+        Raises UnsupportedHostError: the site is a whole MLP."""
         ...
 
     def stored_parameters(self, site: Site) -> list[tuple[Mapping[str, Any], str]]:
@@ -190,8 +178,7 @@ class Host(Protocol):
             start: take up from there, at every position (with a prefix at the last one). The bits are then those that
                 `run_blocks` sees.
 
-        Raises:
-            ValueError: the start lies behind `layer`, or before the layers that the prefix keeps.
+        Raises ValueError: the start lies behind `layer`, or before the layers that the prefix keeps.
         """
         ...
 
@@ -220,11 +207,8 @@ class Host(Protocol):
     def unembed(
         self, tokens: Int[Tensor, "batch pos"], residual: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos vocab"]:
-        """Logits of what leaves the last block at some positions of rows.
-
-        Args:
-            tokens: of these positions; only their number counts.
-        """
+        """Logits of what leaves the last block at some positions of rows. tokens: of these positions; only their number
+        counts."""
         ...
 
     def readout(self) -> tuple[Float[Tensor, " d_model"] | None, Float[Tensor, "d_model vocab"]]:
@@ -300,11 +284,7 @@ def value_constant(
     d_in: int,
 ) -> Float[Tensor, " d_in"]:
     """The part of attn_o's input that is there whatever the tokens: b_V + shift @ W_V, repeated where value heads are shared.
-
-    Args:
-        shift: of the norm that the values read; None: nothing.
-        d_in: of attn_o.
-    """
+    shift: of the norm that the values read; None: nothing; d_in: of attn_o."""
     constant = bias.detach().float().flatten()
     constant = constant if shift is None else constant + shift @ weight
     return constant.view(-1, d_head).repeat_interleave(d_in // constant.numel(), dim=0).flatten()
@@ -351,3 +331,49 @@ def require_gradients(model: Any) -> None:
             "this host was made under torch.inference_mode(), and no gradient passes its weights; load it outside of it, "
             "or with swd_lens.load_host, which may be called there"
         )
+
+
+@contextmanager
+def frozen(host: Host, reason: str) -> Iterator[Undo]:
+    """A host whose parameters ask for no gradients and whose weights are not rewritten; afterwards it is what it was. reason:
+    ends the message of a refused rewriting: "fold_layer_norm was called ...". Yields: Undo: for what else is changed about the
+    host."""
+    # Flags of inference tensors cannot be set back, and no gradient comes to them anyway.
+    asking = [p for p in host.model.parameters() if p.requires_grad and not p.is_inference()]
+    with Undo() as undo:
+        host.guard(reason, undo.push)
+        undo.push(lambda: _require_gradients(asking, True))
+        _require_gradients(asking, False)
+        yield undo
+
+
+def _require_gradients(parameters: list[nn.Parameter], required: bool) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_(required)
+
+
+def require_before(start: Start | None, layer: int) -> None:
+    """Raise ValueError where a run to `layer` would start behind it."""
+    if start is not None and start.layer > layer:
+        raise ValueError(f"this run ends before block {layer}, but its start is block {start.layer}; take an earlier start")
+
+
+def require_kept(prefix: Any, layer: int) -> None:
+    """Raise ValueError where a run would start before the first layer that a prefix keeps (`repeat_prefix(..., from_layer)`)."""
+    first = getattr(prefix, "from_layer", 0)
+    if layer < first:
+        raise ValueError(
+            f"this prefix keeps layers from {first} on only (repeat_prefix with from_layer={first}), but the run starts "
+            f"at layer {layer}; take the whole prefix, or a start at layer {first} or later"
+        )
+
+
+def shape_only(tensor: Tensor, times: int) -> Tensor:
+    """As many rows as `times` copies would have, all one element; not a view, which would keep the whole alive."""
+    return tensor.new_zeros((1,) * tensor.ndim).expand(times * tensor.shape[0], *tensor.shape[1:])
+
+
+def appended(kept: Tensor, new: Tensor, times: int, dim: int) -> Tensor:
+    """Append keys or values of `times` copies of the batch to those that are kept once, along their dimension of positions."""
+    copies = kept.expand(times, *kept.shape), new.unflatten(0, (times, -1))
+    return torch.cat(copies, dim=dim if dim < 0 else dim + 1).flatten(0, 1)

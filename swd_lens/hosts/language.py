@@ -22,8 +22,7 @@ def require_language_model(name: str, label: str) -> None:
         name: a folder, or a name on the hub.
         label: of the error.
 
-    Raises:
-        UnsupportedHostError: it is an encoder-decoder, predicts no tokens, is quantized, or does not say what it is.
+    Raises UnsupportedHostError: it is an encoder-decoder, predicts no tokens, is quantized, or does not say what it is.
     """
     from transformers import AutoConfig
     from transformers.models.auto import modeling_auto as auto

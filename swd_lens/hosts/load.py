@@ -115,17 +115,11 @@ def load_host(
 
 @dataclass
 class _Loading:
-    """One checkpoint, to be loaded as one kind of host or another; `other` is a kind that the user may try yet.
+    """One checkpoint, to be loaded as one kind of host or another; `other` is a kind that the user may try yet."""
 
-    Attributes:
-        name: as TransformerLens takes it: a name or a folder's path.
-        folder: None of a name.
-        label: what reports call it; None: the name.
-    """
-
-    name: str
-    folder: Path | None
-    label: str | None
+    name: str  # as TransformerLens takes it: a name or a folder's path
+    folder: Path | None  # None of a name
+    label: str | None  # what reports call it; None: the name
     device: str | None
     dtype: torch.dtype
     device_map: Any
@@ -163,7 +157,16 @@ class _Loading:
         if self.folder is not None:
             model = _load_folder(self.folder, self.label, config, HookedTransformer, reference)
         else:
-            network = _network_of_name(self.name, config, self.dtype)
+            # transformers' own model, where HookedTransformer would load it as it is loaded here; else None.
+            from transformer_lens import loading_from_pretrained as loading
+            from transformers import AutoModelForCausalLM
+
+            official = loading.get_official_model_name(self.name)
+            otherwise = (*_READ_OTHERWISE, *loading.NEED_REMOTE_CODE_MODELS, *loading.NON_HF_HOSTED_MODEL_NAMES)
+            if official.startswith(otherwise) or family_of(config.original_architecture).own_reader:
+                network = None
+            else:
+                network = _whole(AutoModelForCausalLM, official, dtype=self.dtype, attn_implementation="eager")
             if network is not None and reference is not None:
                 reference.see(network)
             model = HookedTransformer.from_pretrained_no_processing(
@@ -257,18 +260,6 @@ def _config(name: str, folder: Path | None, device: str | None, dtype: torch.dty
 
 # Names whose weights HookedTransformer reads in a way of its own: no model of transformers, code from the hub, or another class.
 _READ_OTHERWISE = ("NeelNanda", "ArthurConmy", "Baidicoot")
-
-
-def _network_of_name(name: str, config: Any, dtype: torch.dtype) -> Any:
-    """transformers' own model, where HookedTransformer would load it as it is loaded here; else None."""
-    from transformer_lens import loading_from_pretrained as loading
-    from transformers import AutoModelForCausalLM
-
-    official = loading.get_official_model_name(name)
-    otherwise = (*_READ_OTHERWISE, *loading.NEED_REMOTE_CODE_MODELS, *loading.NON_HF_HOSTED_MODEL_NAMES)
-    if official.startswith(otherwise) or family_of(config.original_architecture).own_reader:
-        return None
-    return _whole(AutoModelForCausalLM, official, dtype=dtype, attn_implementation="eager")
 
 
 def _load_folder(folder: Path, label: str | None, config: Any, hooked_transformer: Any, reference: Reference | None) -> Any:

@@ -36,8 +36,7 @@ def made_folder(place: str, what: str, source: Mapping[str, Any], make: Callable
         source: what it is made of, kept in it.
         make: writes the checkpoint into a folder and returns the model's name.
 
-    Raises:
-        OSError: the cache folder cannot be written or locked.
+    Raises OSError: the cache folder cannot be written or locked.
     """
     folder = cache_folder() / place
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -62,10 +61,7 @@ def made_folder(place: str, what: str, source: Mapping[str, Any], make: Callable
 @contextmanager
 def refused_as(message: str) -> Iterator[None]:
     """While open, whatever a library raises on a file that it cannot use becomes a ValueError; a lack of memory does not.
-
-    Args:
-        message: begins the error; the library's own words end it.
-    """
+    message: begins the error; the library's own words end it."""
     try:
         yield
     except Exception as cause:

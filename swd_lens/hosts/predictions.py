@@ -53,11 +53,7 @@ def ends_in_whole_logits(
 
 
 class Predictions:
-    """Predictions of a host as it is now: mount what is to be there before.
-
-    Args:
-        host: one with next-token logits.
-    """
+    """Predictions of a host as it is now: mount what is to be there before. host: one with next-token logits."""
 
     def __init__(self, host: Host):
         self.host = host

@@ -72,22 +72,14 @@ Shown = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Recording:
-    """Tensors that forwards have shown; the last one where a run shows something more than once.
+    """Tensors that forwards have shown; the last one where a run shows something more than once."""
 
-    Attributes:
-        inputs: site name -> (batch, pos, d_in), or what `keep` made of it.
-        outputs: site name -> (batch, pos, d_out).
-        units: name of an attached site -> z, (batch, pos, unit).
-        hooks: name of a hook point -> its tensor; those that were not called are missing.
-        vectors: site name -> how many input vectors it was shown, over all calls.
-        logits: of a run to them: (batch, pos, vocab) of the whole host, (batch, vocab) of the last position.
-    """
-
-    inputs: Shown = field(default_factory=dict)
-    outputs: Shown = field(default_factory=dict)
-    units: Shown = field(default_factory=dict)
-    hooks: Shown = field(default_factory=dict)
-    vectors: Counter[str] = field(default_factory=Counter)
+    inputs: Shown = field(default_factory=dict)  # site name -> (batch, pos, d_in), or what `keep` made of it
+    outputs: Shown = field(default_factory=dict)  # site name -> (batch, pos, d_out)
+    units: Shown = field(default_factory=dict)  # name of an attached site -> z, (batch, pos, unit)
+    hooks: Shown = field(default_factory=dict)  # name of a hook point -> its tensor; those that were not called are missing
+    vectors: Counter[str] = field(default_factory=Counter)  # site name -> how many input vectors it was shown, over all calls
+    # of a run to them: (batch, pos, vocab) of the whole host, (batch, vocab) of the last position
     logits: Float[Tensor, "..."] | None = None
 
 
@@ -101,7 +93,6 @@ def record(
     hooks: Iterable[str] = (),
     run: Literal["blocks", "last", "whole"] = "blocks",
     start: Start | None = None,
-    prefix: Any = None,
     keep: Callable[[Tensor], Tensor] | None = None,
     gradient: bool = False,
 ) -> Recording:
@@ -113,12 +104,10 @@ def record(
         run: "blocks" runs no block behind the last one that is asked for; "last" runs to the logits of the last position,
             "whole" to those of every position.
         start: take up from there; not with run="whole".
-        prefix: a kept prefix (`Host.freeze_prefix`), for run="last".
         keep: what is kept of each tensor, taken when it is shown; None = the tensor itself.
         gradient: leave gradients as the caller has them; else the run is made without.
 
-    Raises:
-        UnsupportedHostError: the forward never showed a site that was asked for.
+    Raises UnsupportedHostError: the forward never showed a site that was asked for.
     """
     inputs, outputs, units, hooks = list(inputs), list(outputs), list(units), list(hooks)
     logits = None
@@ -129,7 +118,7 @@ def record(
         if run == "whole":
             logits = host.run(tokens)
         elif run == "last":
-            logits = host.last_logits(tokens, prefix, start=start)
+            logits = host.last_logits(tokens, start=start)
         else:
             # "blocks.3.attn.hook_pattern" -> 3
             layers = [site.layer for site in (*inputs, *outputs, *units)] + [int(name.split(".")[1]) for name in hooks]
@@ -148,11 +137,8 @@ def recording(
     hooks: Iterable[str] = (),
     keep: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Recording]:
-    """While open, keep what forwards of the host show; see `record` for the arguments.
-
-    Raises:
-        UnsupportedHostError: at the end, where a site that was asked for was never shown.
-    """
+    """While open, keep what forwards of the host show; see `record` for the arguments. Raises UnsupportedHostError: at the
+    end, where a site that was asked for was never shown."""
     inputs, outputs, units = list(inputs), list(outputs), list(units)
     seen = Recording()
 
@@ -180,14 +166,8 @@ def recording(
 
 
 def require_seen(sites: Iterable[Site], seen: Container[str], what: str) -> None:
-    """Require that every site's name is among those seen.
-
-    Args:
-        what: what should have been seen there ("input", "output", "units").
-
-    Raises:
-        UnsupportedHostError: some were not; all of them are named.
-    """
+    """Require that every site's name is among those seen. what: what should have been seen there ("input", "output", "units").
+    Raises UnsupportedHostError: some were not; all of them are named."""
     silent = [site.name for site in sites if site.name not in seen]
     if silent:
         raise UnsupportedHostError(
@@ -197,14 +177,8 @@ def require_seen(sites: Iterable[Site], seen: Container[str], what: str) -> None
 
 
 def require_one_per_token(sites: Sequence[Site], vectors: Mapping[str, int], n_tokens: int) -> None:
-    """Require that every site read one vector per token.
-
-    Args:
-        vectors: site name -> how many it read.
-
-    Raises:
-        UnsupportedHostError: a site was silent (all of them are named), or read another number.
-    """
+    """Require that every site read one vector per token. vectors: site name -> how many it read. Raises UnsupportedHostError:
+    a site was silent (all of them are named), or read another number."""
     require_seen(sites, vectors, "input")
     for site in sites:
         if vectors[site.name] != n_tokens:

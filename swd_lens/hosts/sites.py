@@ -132,19 +132,12 @@ class Site:
 
 @dataclass(frozen=True)
 class BlockShapes:
-    """The matrices of one block, as a host reads them.
+    """The matrices of one block, as a host reads them."""
 
-    Attributes:
-        shapes: (kind, d_in, d_out) of every matrix and of the whole MLP.
-        alternatives: kinds among them that overlap others, so that they are no sites proper.
-        other_matrices: parts that hold matrices and are no sites: "mlp: MoEBridge".
-        numel_left: entries of those parts' matrices.
-    """
-
-    shapes: tuple[tuple[str, int, int], ...]
-    alternatives: tuple[str, ...]
-    other_matrices: tuple[str, ...] = ()
-    numel_left: int = 0
+    shapes: tuple[tuple[str, int, int], ...]  # (kind, d_in, d_out) of every matrix and of the whole MLP
+    alternatives: tuple[str, ...]  # kinds among them that overlap others, so that they are no sites proper
+    other_matrices: tuple[str, ...] = ()  # parts that hold matrices and are no sites: "mlp: MoEBridge"
+    numel_left: int = 0  # entries of those parts' matrices
 
 
 @lru_cache(maxsize=64)
@@ -180,11 +173,7 @@ def hook_name(site_name: str) -> str:
 
 
 def split_name(site_name: str) -> tuple[int, str]:
-    """blocks.8.mlp_out -> (8, "mlp_out").
-
-    Raises:
-        UnknownSiteError: the name is not of the form blocks.{layer}.{kind}.
-    """
+    """blocks.8.mlp_out -> (8, "mlp_out"). Raises UnknownSiteError: the name is not of the form blocks.{layer}.{kind}."""
     match = _NAME.match(site_name)
     if match is None or not is_site_name(site_name):
         raise UnknownSiteError(f"{quoted(site_name)} is not a site name; sites are called blocks.{{layer}}.{{{'|'.join(KINDS)}}}")
@@ -239,9 +228,8 @@ def select_sites(available: Sequence[Site], pattern: Pattern, alternatives: Sequ
         pattern: a Site, "blocks.8.mlp_out", a glob "blocks.[0-3].mlp_*", a bare kind "mlp_out" (every layer), "all",
             a TransformerLens parameter name "blocks.8.mlp.W_out", or a Hugging Face module name "h.8.mlp.c_proj".
 
-    Raises:
-        UnknownSiteError: a pattern matches nothing (the message lists the nearest names), or the patterns together name
-            one weight twice.
+    Raises UnknownSiteError: a pattern matches nothing (the message lists the nearest names), or the patterns together name one
+    weight twice.
     """
     given = [pattern] if isinstance(pattern, str | Site) or not isinstance(pattern, Iterable) else list(pattern)
     for item in given:
@@ -309,16 +297,12 @@ class Ends:
 
     mlp_out reads MLP neurons, attn_o head by head; both write residual dimensions. attn_qkv writes the heads of Q, K and V one
     after the other; mlp_in and mlp_gate write neurons.
-
-    Attributes:
-        n_heads, n_kv_heads, d_head: the host's attention.
-        other_attention: layers whose attention has other heads than these (linear attention).
     """
 
-    n_heads: int
+    n_heads: int  # n_heads, n_kv_heads, d_head: the host's attention
     n_kv_heads: int
     d_head: int
-    other_attention: frozenset[int]
+    other_attention: frozenset[int]  # layers whose attention has other heads than these (linear attention)
 
     @classmethod
     def of(cls, host: Any) -> "Ends":

@@ -5,14 +5,13 @@ where a host is built as most are, but not every host is; so each is tried befor
 """
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from swd_lens.base.errors import callers_level, legible
+from swd_lens.base.errors import legible, warn
 from swd_lens.base.machine import is_out_of_memory
 
 # Of the largest logit. The same sums in another order differ by 1e-6 of it in float32; a wrong shortcut by a good part of it.
@@ -39,8 +38,7 @@ def verified(
         within: logits that they may differ by at most, besides.
         tolerance: how far they may differ, of the largest logit.
 
-    Raises:
-        MemoryError, RuntimeError: there is no memory for the fast run, which says nothing of the host.
+    Raises MemoryError, RuntimeError: there is no memory for the fast run, which says nothing of the host.
 
     Warns:
         UserWarning: the fast run gives other logits, or fails.
@@ -74,4 +72,4 @@ def verified(
 
 def _warn(shortcut: Any, message: str) -> None:
     if shortcut is not None:
-        warnings.warn(UserWarning(message), stacklevel=callers_level())
+        warn(message)

@@ -22,20 +22,13 @@ from swd_lens.base.holding import own_method, set_own_method
 from swd_lens.hosts.host import STANDING, AttachmentGuard, Host, Register
 from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site
 
-# ---------------------------------------------------------------------------------------------- stored matrices
-
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Where a site's matrix is kept.
+    """Where a site's matrix is kept."""
 
-    Attributes:
-        parameter: the host's own, of whatever shape and dtype it has.
-        transposed: whether it is kept as (d_out, d_in).
-    """
-
-    parameter: nn.Parameter
-    transposed: bool
+    parameter: nn.Parameter  # the host's own, of whatever shape and dtype it has
+    transposed: bool  # whether it is kept as (d_out, d_in)
 
     def matrix(self) -> Float[Tensor, "d_in d_out"]:
         """The parameter as (d_in, d_out), in its own dtype: a detached view, which changes with it."""
@@ -63,11 +56,7 @@ class Stored:
 
 
 def stored_matrix(host: Host, site: Site) -> Stored:
-    """Where a host keeps the matrix of an mlp_out or attn_o site.
-
-    Raises:
-        UnsupportedHostError: another kind of site.
-    """
+    """Where a host keeps the matrix of an mlp_out or attn_o site. Raises UnsupportedHostError: another kind of site."""
     if site.kind not in RESIDUAL_MATRICES:
         raise UnsupportedHostError(
             f"{site.name} is not kept as one matrix to write to; {', '.join(reversed(RESIDUAL_MATRICES))} are"
@@ -75,9 +64,6 @@ def stored_matrix(host: Host, site: Site) -> Stored:
     ((parameters, name),) = host.stored_parameters(site)
     kept: Any = parameters[name]
     return Stored(kept, host.stores_transposed(site))
-
-
-# ---------------------------------------------------------------------------------------------- covered methods
 
 
 class Shadow:
@@ -107,12 +93,8 @@ def refusals(names: Iterable[str], reason: str) -> dict[str, Callable[[], Shadow
 
 
 def shadow_methods(model: Any, make: dict[str, Callable[[], Shadow]], register: Register) -> None:
-    """Put shadows before those of the named methods that the model has; one that is there already is shared.
-
-    Args:
-        make: method name -> what makes its shadow.
-        register: is given the undo.
-    """
+    """Put shadows before those of the named methods that the model has; one that is there already is shared. make: method name
+    -> what makes its shadow; register: is given the undo."""
     present = [name for name in make if getattr(type(model), name, None) is not None]
     owner = object()
 
@@ -154,9 +136,6 @@ def while_wanted(state: dict[str, Any], begin: Callable[[], None], end: Callable
     register(undo)
     state.setdefault("unit_holders", set()).add(id(owner))
     begin()
-
-
-# ---------------------------------------------------------------------------------------------- units that stand in a host
 
 
 def keep_watch(model: Any, watch: AttachmentGuard, register: Register) -> None:

@@ -28,7 +28,7 @@ the coordinates of the metric C (metric.py); the loss is tr((M - AB)^T C (M - AB
 How it differs from the paper's solver (dsf.py): the penalty is annealed and the dual rescaled with it; the support is chosen
 once per block (about a third less error in trials); the full Gram takes part in the alternation (28 % less on the golden
 matrices) and in the refinement (6 % less). The sums are in tests/benchmarks/RESULTS.md; what each
-setting was measured against is in spec.py, automatic.py and presets.py.
+setting was measured against is in spec.py and automatic.py.
 """
 
 from dataclasses import dataclass, replace
@@ -44,6 +44,7 @@ from swd_lens.solver.budget import Budget
 from swd_lens.solver.metric import Metric
 from swd_lens.solver.refine import Matrix, refine
 from swd_lens.solver.rotate import rotated
+from swd_lens.solver.shapes import Dense, Read, Write
 from swd_lens.solver.spec import AUTO, AnnealSpec, OnIteration, Step
 from swd_lens.solver.start import Block, share_out, start, start_from_product
 from swd_lens.solver.support import first_largest, keep_exactly, kth_largest_estimate, magnitude_sample, tie_floor
@@ -64,22 +65,15 @@ BORN = (0.1, 0.88)
 
 @dataclass(frozen=True)
 class Phase:
-    """Settings of one alternation.
+    """Settings of one alternation."""
 
-    Attributes:
-        blend, rho, ridge, steps: g, the penalty, the ridge, ADMM steps.
-        balance: how far budgets move.
-        held_back: the share of its budget that a factor that grows has not yet.
-        last: whether it is the last.
-    """
-
-    blend: float
+    blend: float  # blend, rho, ridge, steps: g, the penalty, the ridge, ADMM steps
     rho: float
     ridge: float
     steps: int
-    balance: float
-    held_back: float
-    last: bool
+    balance: float  # how far budgets move
+    held_back: float  # the share of its budget that a factor that grows has not yet
+    last: bool  # whether it is the last
 
     @classmethod
     def at(cls, t: int, metric: Metric, spec: AnnealSpec) -> "Phase":
@@ -128,14 +122,8 @@ def factorize(
 
 
 def solved(
-    read: Block,
-    write: Block,
-    target: Float[Tensor, "d_in d_out"],
-    metric: Metric,
-    spec: AnnealSpec,
-    on_iteration: OnIteration | None,
-    first: int,
-) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
+    read: Block, write: Block, target: Dense, metric: Metric, spec: AnnealSpec, on_iteration: OnIteration | None, first: int
+) -> tuple[Read, Write]:
     """Steps 3 to 5; the blocks are used up."""
     alternate(read, write, target, metric, spec, on_iteration, first)
     a, b = read.used_up(), write.used_up()
@@ -152,7 +140,7 @@ def solved(
 def alternate(
     read: Block,
     write: Block,
-    target: Float[Tensor, "d_in d_out"],
+    target: Dense,
     metric: Metric,
     spec: AnnealSpec,
     on_iteration: OnIteration | None = None,
@@ -193,7 +181,7 @@ def alternate(
             on_iteration(Step(t + 1, spec.alternations, reached))
 
 
-def level(read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]) -> None:
+def level(read: Read, write: Write) -> None:
     """Bring each unit's two norms within a factor of four of each other, in place, by powers of four: no other bit changes.
 
     The penalty shrinks the factor that is updated, and the other grows to make up for it, a little in every alternation: after
@@ -227,14 +215,7 @@ def rebalance(read: Block, write: Block, step: float) -> None:
     share_out(read, write, round(read.budget + step * (wanted - read.budget)))
 
 
-def update_write(
-    block: Block,
-    read: Float[Tensor, "d_in unit"],
-    goal: Float[Tensor, "d_in d_out"],
-    metric: Metric,
-    phase: Phase,
-    work: Workspace,
-) -> None:
+def update_write(block: Block, read: Read, goal: Dense, metric: Metric, phase: Phase, work: Workspace) -> None:
     """Step 3 for the write factor B: (A^T C_g A + rho I) X = A^T C_g M + rho (Z - D)."""
     spare = work.shaped(1, read)
     if wide.is_wide(read.shape[1], len(read)):
@@ -261,14 +242,7 @@ def update_write(
         _admm(block, norm, rhs, wide.cholesky_solver(normal, phase.rho), phase, work, unit_dim=0)
 
 
-def update_read(
-    block: Block,
-    write: Float[Tensor, "unit d_out"],
-    goal: Float[Tensor, "d_in d_out"],
-    metric: Metric,
-    phase: Phase,
-    work: Workspace,
-) -> None:
+def update_read(block: Block, write: Write, goal: Dense, metric: Metric, phase: Phase, work: Workspace) -> None:
     """Step 3 for the read factor A: C_g X (B B^T) + rho X = C_g M B^T + rho (Z - D)."""
     norm = write.norm(dim=1).clamp_min_(NORM_FLOOR)
     unit = torch.div(write, norm[:, None], out=work.shaped(1, write))

@@ -18,28 +18,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.solver.metric import Metric
+from swd_lens.solver.shapes import Dense, Read, Write
 
 LITTLE = 0.02  # of the median use; .05 and .1 find as much, .3 less
 STARTS = 3
 STEPS = 15  # of the power iteration
 
 
-def reinit_unused_units(
-    read: Float[Tensor, "d_in unit"],
-    write: Float[Tensor, "unit d_out"],
-    target: Float[Tensor, "d_in d_out"],
-    metric: Metric,
-    entries: tuple[int, int],
-) -> list[int]:
-    """Replace units of little use, in place.
-
-    Args:
-        read, write, target: in the metric's coordinates.
-        entries: that a born unit reads and writes.
-
-    Returns:
-        Their indices.
-    """
+def reinit_unused_units(read: Read, write: Write, target: Dense, metric: Metric, entries: tuple[int, int]) -> list[int]:
+    """Replace units of little use, in place. read, write, target: in the metric's coordinates; entries: that a born unit reads
+    and writes. Returns: Their indices."""
     residual = target - read @ write
     own = (metric.weigh(read) * read).sum(0) * write.square().sum(1)
     use = own + 2 * ((metric.weigh(residual) @ write.T) * read).sum(0)
@@ -53,9 +41,7 @@ def reinit_unused_units(
     return useless.tolist()
 
 
-def sparse_piece(
-    residual: Float[Tensor, "d_in d_out"], entries: tuple[int, int]
-) -> tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"]]:
+def sparse_piece(residual: Dense, entries: tuple[int, int]) -> tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"]]:
     """Read and write vector, of equal norm, of a large rank-one piece with so many entries each."""
     n_reads, n_writes = entries
     largest, best = -1.0, None

@@ -32,11 +32,8 @@ class Budget:
 
 
 def plan_budget(d_in: int, d_out: int, sparsity: float | int, spec: DsfSpec) -> Budget:
-    """Split K = (1 - s) numel(W) between the factors.
-
-    Raises:
-        BudgetError: the other factor would get less than one entry per unit; names the largest feasible sparsity.
-    """
+    """Split K = (1 - s) numel(W) between the factors. Raises BudgetError: the other factor would get less than one entry per
+    unit; names the largest feasible sparsity."""
     n, numel = min(d_in, d_out), d_in * d_out
     # At least one entry per unit: only matters below n = 7, where the density alone gives less (ours, not the paper's).
     square = max(int(n**2 * spec.square_density(d_in, d_out)), n)
@@ -60,11 +57,8 @@ def edges(d_in: int, d_out: int, sparsity: float | int) -> int:
 
 
 def plan_shares(d_in: int, d_out: int, sparsity: float | int, units: int, spec: AnnealSpec) -> Budget:
-    """Split K, or all that the units can hold, between the factors: at least one entry per unit and factor.
-
-    Raises:
-        BudgetError: K < 2 units; names the largest feasible sparsity and number of units.
-    """
+    """Split K, or all that the units can hold, between the factors: at least one entry per unit and factor. Raises
+    BudgetError: K < 2 units; names the largest feasible sparsity and number of units."""
     n, total = spec.coordinates(d_in, d_out), edges(d_in, d_out, sparsity)
     _require_edges_for(units, d_in, d_out, sparsity)
     automatic = n**2 / (2 * (n**2 + total)) if spec.basis == "paper" else NAMED_SIDE_SHARE
@@ -76,11 +70,7 @@ def plan_shares(d_in: int, d_out: int, sparsity: float | int, units: int, spec: 
 
 
 def plan_pruned(d_in: int, d_out: int, sparsity: float | int) -> int:
-    """K of a matrix that is pruned, or whose singular vectors are.
-
-    Raises:
-        BudgetError: below 2, which no unit can live on.
-    """
+    """K of a matrix that is pruned, or whose singular vectors are. Raises BudgetError: below 2, which no unit can live on."""
     _require_edges_for(1, d_in, d_out, sparsity)
     return edges(d_in, d_out, sparsity)
 

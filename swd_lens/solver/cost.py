@@ -13,9 +13,8 @@ from typing import Any
 
 from swd_lens.solver.births import STARTS, STEPS
 from swd_lens.solver.outputs import REFIT_ROUNDS, REFIT_STEPS
-from swd_lens.solver.presets import DEFAULT_PRESET, resolve
 from swd_lens.solver.prune import REFIT_ROUNDS as SWAP_REFIT_ROUNDS
-from swd_lens.solver.spec import AnnealSpec, DsfSpec, PruneSpec, SvdPruneSpec
+from swd_lens.solver.spec import DEFAULT_PRESET, AnnealSpec, DsfSpec, PruneSpec, SvdPruneSpec, resolve
 from swd_lens.solver.swaps import STEPS as SWAP_STEPS
 from swd_lens.solver.validate import check_sparsity, resolve_units
 
@@ -46,18 +45,37 @@ def cost(
     outputs_weighed: bool = False,
     **overrides: Any,
 ) -> Cost:
-    """Cost of solve(weight (d_in, d_out), gram if calibrated, sparsity, output_gram if outputs_weighed, ...); the sparsity itself
-    hardly matters.
-
-    Raises:
-        SpecError, SparsityError, UnitsError: as `solve`.
-    """
+    """Cost of solve(weight (d_in, d_out), gram if calibrated, sparsity, output_gram if outputs_weighed, ...); the sparsity
+    itself hardly matters. Raises SpecError, SparsityError, UnitsError: as `solve`."""
     spec = resolve(preset, overrides)
     check_sparsity(sparsity)
     width = resolve_units(units, d_in, d_out, spec)
     spec = spec.for_matrix(d_in, d_out, width, calibrated=calibrated)
     if isinstance(spec, AnnealSpec):
-        flops, entries = _annealing(d_in, d_out, width, calibrated, spec)
+        # Counts of anneal.py with m units, refinement included.
+        steps = spec.inner_iterations
+        products = 2 * width * width * (d_in + d_out) + 2 * 2 * d_in * d_out * width  # normal matrices, right-hand sides
+        solves = 2 * width * width * (d_in + d_out) * steps + 2 * INVERSE * width**3
+        plain = products + solves + PER_ENTRY * width * (d_in + d_out)
+        rank = min(width, d_out)  # of what the read factor is solved against (wide.py)
+        in_gram = 2 * d_in * d_in * rank * (1 + 2 * steps) + 2 * width * rank * d_in * steps + EIGEN * rank**3
+        with_gram = sum(spec.gram_blend(t / (spec.alternations - 1)) > 0 for t in range(spec.alternations))
+        refining = spec.refine_rounds * (
+            4 * d_in * d_out * width + spec.refine_steps * 2 * width * (width * (d_in + d_out) + calibrated * d_in * d_in)
+        )
+        # Residual and what units are used for; then the pieces of those that are born.
+        use = 3 * 2 * d_in * d_out * width + calibrated * 2 * d_in * d_in * (width + d_out)
+        born = BORN_SHARE * width * STARTS * STEPS * 2 * 2 * d_in * d_out
+        once = EIGEN * d_in**3 * (with_gram > 0) + 2 * d_in * d_in * d_out
+        flops = spec.alternations * plain + spec.births * (use + born) + refining + calibrated * (with_gram * in_gram + once)
+
+        weights, factors, largest = d_in * d_out, (d_in + d_out) * width, max(d_in, d_out) * width
+        # Target (and C M, C_g M); both factors and duals; the workspace's three, three temporaries, births' three.
+        alternation = weights * (3 if calibrated else 1) + 2 * factors + (9 if spec.births else 6) * largest + 3 * width * width
+        # Target; both factors and supports; conjugate gradients' seven.
+        refinement = weights + 2 * factors + 7 * largest + 2 * width * width
+        gram = 4 * d_in * d_in * calibrated  # scaled Gram, C, eigenvectors, workspace
+        entries = 1.1 * (max(alternation, refinement) + gram)
     elif isinstance(spec, DsfSpec):
         flops, entries = _dsf(d_in, d_out, calibrated, spec)
     elif isinstance(spec, PruneSpec):
@@ -71,33 +89,6 @@ def cost(
         copies = d_in * d_out + calibrated * d_in**2 + outputs_weighed * d_out**2  # of weight and Grams
         return Cost(2 * flops, int(8 * (entries + copies)))
     return Cost(flops, int(4 * entries))
-
-
-def _annealing(d_in: int, d_out: int, m: int, calibrated: bool, spec: AnnealSpec) -> Counts:
-    """Counts of anneal.py with m units, refinement included."""
-    steps = spec.inner_iterations
-    products = 2 * m * m * (d_in + d_out) + 2 * 2 * d_in * d_out * m  # normal matrices, right-hand sides
-    solves = 2 * m * m * (d_in + d_out) * steps + 2 * INVERSE * m**3
-    plain = products + solves + PER_ENTRY * m * (d_in + d_out)
-    rank = min(m, d_out)  # of what the read factor is solved against (wide.py)
-    in_gram = 2 * d_in * d_in * rank * (1 + 2 * steps) + 2 * m * rank * d_in * steps + EIGEN * rank**3
-    with_gram = sum(spec.gram_blend(t / (spec.alternations - 1)) > 0 for t in range(spec.alternations))
-    refining = spec.refine_rounds * (
-        4 * d_in * d_out * m + spec.refine_steps * 2 * m * (m * (d_in + d_out) + calibrated * d_in * d_in)
-    )
-    # Residual and what units are used for; then the pieces of those that are born.
-    use = 3 * 2 * d_in * d_out * m + calibrated * 2 * d_in * d_in * (m + d_out)
-    born = BORN_SHARE * m * STARTS * STEPS * 2 * 2 * d_in * d_out
-    once = EIGEN * d_in**3 * (with_gram > 0) + 2 * d_in * d_in * d_out
-    flops = spec.alternations * plain + spec.births * (use + born) + refining + calibrated * (with_gram * in_gram + once)
-
-    weights, factors, largest = d_in * d_out, (d_in + d_out) * m, max(d_in, d_out) * m
-    # Target (and C M, C_g M); both factors and duals; the workspace's three, three temporaries, births' three.
-    alternation = weights * (3 if calibrated else 1) + 2 * factors + (9 if spec.births else 6) * largest + 3 * m * m
-    # Target; both factors and supports; conjugate gradients' seven.
-    refinement = weights + 2 * factors + 7 * largest + 2 * m * m
-    gram = 4 * d_in * d_in * calibrated  # scaled Gram, C, eigenvectors, workspace
-    return flops, 1.1 * (max(alternation, refinement) + gram)
 
 
 def _refitting(d_in: int, d_out: int, m: int, calibrated: bool) -> Counts:

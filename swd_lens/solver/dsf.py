@@ -34,6 +34,7 @@ from torch import Tensor
 from swd_lens.base.errors import WeightError
 from swd_lens.solver.budget import Budget, strict_rank
 from swd_lens.solver.metric import correlations, power_of_two, require_positive
+from swd_lens.solver.shapes import Dense, InputGram, Write
 from swd_lens.solver.spec import DsfSpec, OnIteration, Step
 from swd_lens.solver.support import keep_above, keep_exactly
 from swd_lens.solver.workspace import Workspace
@@ -71,7 +72,8 @@ def factorize(
         gram = gram / gram_scale
     if gram is not None:  # the solver itself sees the diagonal, and notices the rest in few cases
         require_positive(correlations(gram)[0])
-    norm = input_norm(target, gram, spec)
+    # v = sqrt(diag G), floored so that a dead input (G_jj = 0) can be divided by it.
+    norm = target.new_ones(target.shape[0], 1) if gram is None else gram.diagonal().sqrt().unsqueeze(1) + spec.norm_floor
     read, write = alternate(target * norm, budget, spec, on_iteration)
     read = read / norm.T
     write = finalise(read, write, target, gram, spec)
@@ -86,18 +88,9 @@ def _scale(values: Float[Tensor, "*shape"], spec: DsfSpec) -> float:
     return power_of_two(values)
 
 
-def input_norm(
-    weight: Float[Tensor, "d_in d_out"], gram: Float[Tensor, "d_in d_in"] | None, spec: DsfSpec
-) -> Float[Tensor, "d_in 1"]:
-    """v = sqrt(diag G), floored so that a dead input (G_jj = 0) can be divided by it."""
-    if gram is None:
-        return weight.new_ones(weight.shape[0], 1)
-    return gram.diagonal().sqrt().unsqueeze(1) + spec.norm_floor
-
-
 def alternate(
-    target: Float[Tensor, "d_in d_out"], budget: Budget, spec: DsfSpec, on_iteration: OnIteration | None = None
-) -> tuple[Float[Tensor, "unit d_in"], Float[Tensor, "unit d_out"]]:
+    target: Dense, budget: Budget, spec: DsfSpec, on_iteration: OnIteration | None = None
+) -> tuple[Float[Tensor, "unit d_in"], Write]:
     """Steps 3 and 4: sparse factors of the rescaled target under the Frobenius loss, both unit-major."""
     tall = target.shape[0] > target.shape[1]
     by_output = target.T.contiguous()  # the reference's layout, and so its bits
@@ -172,13 +165,7 @@ def update(
     block.dual.div_(norm)
 
 
-def finalise(
-    read: Float[Tensor, "unit d_in"],
-    write: Float[Tensor, "unit d_out"],
-    target: Float[Tensor, "d_in d_out"],
-    gram: Float[Tensor, "d_in d_in"] | None,
-    spec: DsfSpec,
-) -> Float[Tensor, "unit d_out"]:
+def finalise(read: Float[Tensor, "unit d_in"], write: Write, target: Dense, gram: InputGram | None, spec: DsfSpec) -> Write:
     """Step 6: the write factor refitted to the full Gram's loss on its own support; read (unit-major) is held."""
     if spec.final_iterations == 0:
         return write
@@ -216,11 +203,8 @@ def _solve(
 
 
 def _inverse(normal: Float[Tensor, "unit unit"], rho: float, spec: DsfSpec) -> Float[Tensor, "unit unit"]:
-    """(N + rho I)^-1, by LU (the reference's bits) or Cholesky.
-
-    Raises:
-        WeightError: N is zero (rho may be tiny): the support of the other factor is empty.
-    """
+    """(N + rho I)^-1, by LU (the reference's bits) or Cholesky. Raises WeightError: N is zero (rho may be tiny): the support
+    of the other factor is empty."""
     shifted = normal.clone()
     shifted.diagonal().add_(rho)
     if spec.arithmetic != "reference":

@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.errors import GramError
+from swd_lens.solver.shapes import Dense, InputGram, Read, Write
 
 # An input is dead when its second moment is below this share of the largest one: float32 could not tell it from zero.
 DEAD = 1e-14
@@ -38,12 +39,8 @@ class Metric:
     scale: Float[Tensor, "d_in 1"]
 
     @classmethod
-    def of(cls, gram: Float[Tensor, "d_in d_in"] | None, weight: Float[Tensor, "d_in d_out"], shrinkage: float | int) -> "Metric":
-        """The metric of a validated Gram; None means G = I.
-
-        Raises:
-            GramError: G is not positive semi-definite.
-        """
+    def of(cls, gram: InputGram | None, weight: Dense, shrinkage: float | int) -> "Metric":
+        """The metric of a validated Gram; None means G = I. Raises GramError: G is not positive semi-definite."""
         if gram is None:
             return cls(None, weight.new_ones(weight.shape[0], 1))
         matrix, scale = correlations(gram)
@@ -62,14 +59,9 @@ class Metric:
         return cls(matrix, shrunk)
 
     @classmethod
-    def scaled(
-        cls, weight: Float[Tensor, "d_in d_out"], gram: Float[Tensor, "d_in d_in"] | None, shrinkage: float | int
-    ) -> tuple["Metric", Float[Tensor, "d_in d_out"], float]:
-        """The metric, the target in its coordinates, and the power of two that was taken out of the weight.
-
-        Raises:
-            GramError: G is not positive semi-definite.
-        """
+    def scaled(cls, weight: Dense, gram: InputGram | None, shrinkage: float | int) -> tuple["Metric", Dense, float]:
+        """The metric, the target in its coordinates, and the power of two that was taken out of the weight. Raises GramError:
+        G is not positive semi-definite."""
         scale = power_of_two(weight)
         metric = cls.of(None if gram is None else gram / power_of_two(gram.diagonal()), weight, shrinkage)
         return metric, (weight / scale).mul_(metric.scale), scale
@@ -83,26 +75,24 @@ class Metric:
         weighted = torch.mm(self.matrix, rows, out=out)
         return torch.lerp(rows, weighted, float(blend), out=weighted)
 
-    def undo(self, read: Float[Tensor, "d_in unit"]) -> Float[Tensor, "d_in unit"]:
+    def undo(self, read: Read) -> Read:
         """The read factor in the inputs' own coordinates."""
         return read / torch.where(self.scale > 0, self.scale, 1.0)
 
-    def error(
-        self, target: Float[Tensor, "d_in d_out"], read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]
-    ) -> float:
+    def error(self, target: Dense, read: Read, write: Write) -> float:
         """tr((M - AB)^T C (M - AB)) / tr(M^T C M) for the rescaled target M: the relMSE, in working precision."""
         residual = target - read @ write
         return float((residual * self.weigh(residual)).sum() / (target * self.weigh(target)).sum())
 
     @cached_property
-    def eigen(self) -> tuple[Float[Tensor, " d_in"], Float[Tensor, "d_in d_in"]]:
+    def eigen(self) -> tuple[Float[Tensor, " d_in"], InputGram]:
         """Eigenvalues (clamped at 0) and eigenvectors (columns) of C. Only for C other than the identity."""
         assert self.matrix is not None
         values, vectors = torch.linalg.eigh(self.matrix)
         return values.clamp_min_(0), vectors
 
 
-def correlations(gram: Float[Tensor, "d_in d_in"]) -> tuple[Float[Tensor, "d_in d_in"], Float[Tensor, "d_in 1"]]:
+def correlations(gram: InputGram) -> tuple[InputGram, Float[Tensor, "d_in 1"]]:
     """C = G / (v v^T) with a unit diagonal (0 at dead inputs), and v (0 there, too)."""
     diagonal = gram.diagonal()
     scale = torch.where(diagonal > DEAD * diagonal.max(), diagonal, 0.0).sqrt().unsqueeze(1)
@@ -113,7 +103,7 @@ def correlations(gram: Float[Tensor, "d_in d_in"]) -> tuple[Float[Tensor, "d_in 
     return matrix, scale
 
 
-def require_positive(matrix: Float[Tensor, "d_in d_in"], name: str = "gram") -> None:
+def require_positive(matrix: InputGram, name: str = "gram") -> None:
     """Raise GramError unless C, of the Gram of this name, is positive semi-definite up to rounding."""
     shifted = matrix.clone()
     shifted.diagonal().add_(NEGATIVE_ROUNDING)
@@ -130,3 +120,35 @@ def power_of_two(values: Float[Tensor, "*shape"]) -> float:
     """
     exponent = math.frexp(float(values.abs().max()))[1] - 1
     return 2.0 ** max(min(exponent, 100), -100)
+
+
+_TILE = 2**21  # entries of relmse_of's columns at a time
+
+
+def relmse_of(
+    read: Read, write: Write, dense: Dense, gram: InputGram | None = None, *, without: Float[Tensor, "_vector d_in"] | None = None
+) -> float:
+    """`Factors.relmse` of two factors and their dense matrix: tr(E^T G E) of the error over tr(W^T G W) of the matrix (paper §3).
+
+    By columns, so that no second dense matrix is made in float64.
+    """
+    # Large Grams, and those of corrected calibration, lie on the CPU whatever the host's device.
+    metric = None if gram is None else gram.to(dense.device, torch.float64)
+    read = read.double()
+    lost = total = left_lost = left_total = dense.new_zeros((), dtype=torch.float64)
+    for columns in torch.arange(dense.shape[1], device=dense.device).split(max(1, _TILE // len(dense))):
+        target = dense[:, columns].double()
+        error = target - read @ write[:, columns].double()
+        lost, total = lost + _energy(error, metric), total + _energy(target, metric)
+        if without is not None:
+            left_out = without.double().to(dense.device)
+            left_lost = left_lost + (left_out @ error).square().sum()
+            left_total = left_total + (left_out @ target).square().sum()
+    if total - left_total > 1e-7 * total:  # else rounding is all that is left
+        lost, total = (lost - left_lost).clamp(min=0), total - left_total
+    return float(lost / total)
+
+
+def _energy(matrix: Float[Tensor, "d_in some"], gram: InputGram | None) -> Float[Tensor, ""]:
+    """Compute tr(M^T G M)."""
+    return matrix.square().sum() if gram is None else (matrix * (gram @ matrix)).sum()

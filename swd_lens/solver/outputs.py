@@ -40,8 +40,7 @@ def refit(
         gram, output_gram: validated second moments of inputs and of gradients, at any scale; gram None means G = I.
         shrinkage: of the two, towards the identity.
 
-    Raises:
-        GramError: G or H is not positive semi-definite.
+    Raises GramError: G or H is not positive semi-definite.
     """
     require_positive(correlations(output_gram)[0], "output_gram")
     metric, target, scale = Metric.scaled(weight, gram, shrinkage[0])

@@ -25,6 +25,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.solver.metric import Metric
+from swd_lens.solver.shapes import Dense, Read, Write
 from swd_lens.solver.span import cut
 from swd_lens.solver.swaps import swapped
 
@@ -46,9 +47,7 @@ ROUNDING = 1e-6
 _TINY = 1e-30
 
 
-def from_pieces(
-    target: Float[Tensor, "d_in d_out"], units: int, edges: int, metric: Metric
-) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]] | None:
+def from_pieces(target: Dense, units: int, edges: int, metric: Metric) -> tuple[Read, Write] | None:
     """Read and write factor with `edges` entries, in the metric's coordinates; None where the weight shows no pieces."""
     if share_of_weight(target) > SPARSE:
         return None
@@ -66,14 +65,12 @@ def from_pieces(
     return swapped(*cut(read, write, edges), target, metric, edges)
 
 
-def share_of_weight(target: Float[Tensor, "d_in d_out"]) -> float:
+def share_of_weight(target: Dense) -> float:
     """(sum |w|)^2 / sum w^2 as a share of the entries; small ones hardly count."""
     return float(target.abs().sum().square() / target.square().sum()) / target.numel()
 
 
-def peeled(
-    weight: Float[Tensor, "d_in d_out"], most: int
-) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]] | None:
+def peeled(weight: Dense, most: int) -> tuple[Read, Write] | None:
     """Read and write vectors of at most so many units; None where no piece makes the weight smaller."""
     rounding = ROUNDING * float(weight.abs().max())
     rest, nothing = weight, ROUNDING * float(weight.norm())
@@ -108,7 +105,7 @@ class Blocks:
     own_column: Bool[Tensor, "corner column"]
 
     @classmethod
-    def at_corners(cls, rest: Float[Tensor, "d_in d_out"], noise: float) -> "Blocks":
+    def at_corners(cls, rest: Dense, noise: float) -> "Blocks":
         """Corners are the largest entries of each row and of each column, where they are more than noise."""
         magnitude = rest.abs()
         chosen = torch.zeros_like(magnitude, dtype=torch.bool)
@@ -192,9 +189,7 @@ class Blocks:
         return reads, writes
 
 
-def visible_pieces(
-    rest: Float[Tensor, "d_in d_out"], least: int, rounding: float
-) -> tuple[Float[Tensor, "d_in piece"], Float[Tensor, "piece d_out"]]:
+def visible_pieces(rest: Dense, least: int, rounding: float) -> tuple[Float[Tensor, "d_in piece"], Float[Tensor, "piece d_out"]]:
     """Read and write vectors of pieces with `least` agreeing entries or more, the largest first."""
     noise = _noise(rest, rounding)
     blocks = Blocks.at_corners(rest, noise)
@@ -233,9 +228,7 @@ def apart(
     return taken.nonzero()[:, 0]
 
 
-def agreeing(
-    rest: Float[Tensor, "d_in d_out"], write: Float[Tensor, "unit d_out"], rounding: float
-) -> Float[Tensor, "d_in unit"]:
+def agreeing(rest: Dense, write: Write, rounding: float) -> Read:
     """Reads, by least squares, where enough of a unit's columns ask for the same; else 0."""
     reads = rest.new_zeros(len(rest), len(write))
     asked = min(int((write != 0).sum(1).max()) if len(write) else 0, ASKED)
@@ -258,7 +251,7 @@ def agreeing(
     return reads
 
 
-def _noise(rest: Float[Tensor, "d_in d_out"], rounding: float) -> float:
+def _noise(rest: Dense, rounding: float) -> float:
     """Standard deviation of the entries that no unit explains, which are most; where these are exact zeros, the rounding."""
     return max(1.5 * float(rest.abs().median()), rounding)
 

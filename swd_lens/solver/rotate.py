@@ -14,11 +14,12 @@ and .002; single inputs among 8 + 8 entries .86 and .92, .014 and .004. Matrices
 """
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.solver.metric import Metric
 from swd_lens.solver.refine import refine
+from swd_lens.solver.shapes import Dense, Read, Write
 from swd_lens.solver.span import SMALL, cut, main_directions, sparsest_basis
 
 # Units in one trial.
@@ -29,14 +30,7 @@ FIRST_PATIENCE, PATIENCE = 40, 150
 GAIN = 1e-6
 
 
-def rotated(
-    read: Float[Tensor, "d_in unit"],
-    write: Float[Tensor, "unit d_out"],
-    target: Float[Tensor, "d_in d_out"],
-    metric: Metric,
-    trials: int,
-    seed: int,
-) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
+def rotated(read: Read, write: Write, target: Dense, metric: Metric, trials: int, seed: int) -> tuple[Read, Write]:
     """Factors of no more entries and no larger error; in the metric's coordinates."""
     edges = int(read.count_nonzero() + write.count_nonzero())
     generator = torch.Generator().manual_seed(seed)
@@ -57,12 +51,7 @@ def rotated(
     return read, write
 
 
-def near_residual(
-    read: Float[Tensor, "d_in unit"],
-    write: Float[Tensor, "unit d_out"],
-    target: Float[Tensor, "d_in d_out"],
-    generator: torch.Generator,
-) -> Int[Tensor, " chosen"]:
+def near_residual(read: Read, write: Write, target: Dense, generator: torch.Generator) -> Int[Tensor, " chosen"]:
     """Step 1: indices of units, drawn."""
     residual = (target - read @ write).square()
     size = int(torch.randint(FEWEST, min(MOST, len(write)) + 1, (1,), generator=generator))
@@ -76,13 +65,8 @@ def near_residual(
 
 
 def exchange(
-    read: Float[Tensor, "d_in unit"],
-    write: Float[Tensor, "unit d_out"],
-    target: Float[Tensor, "d_in d_out"],
-    group: Int[Tensor, " chosen"],
-    *,
-    by_output: bool,
-) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]] | None:
+    read: Read, write: Write, target: Dense, group: Int[Tensor, " chosen"], *, by_output: bool
+) -> tuple[Read, Write] | None:
     """Step 2: the factors with these units anew; None where no sparse basis of their number was found."""
     product = target - read @ write + read[:, group] @ write[group]
     directions = main_directions(product.T if by_output else product, len(group)).to(torch.float32)

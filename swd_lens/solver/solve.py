@@ -27,27 +27,20 @@ from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.solver import anneal, dsf, outputs, prune, svd_prune
 from swd_lens.solver.automatic import automatic_shrinkage
 from swd_lens.solver.budget import Budget, plan_budget, plan_pruned, plan_shares
-from swd_lens.solver.presets import DEFAULT_PRESET, resolve
-from swd_lens.solver.spec import AUTO, AnnealSpec, DsfSpec, OnIteration, PruneSpec
+from swd_lens.solver.spec import AUTO, DEFAULT_PRESET, AnnealSpec, DsfSpec, OnIteration, PruneSpec, resolve
 from swd_lens.solver.support import first_largest
 from swd_lens.solver.validate import check_gram, check_sparsity, check_tokens, check_weight, resolve_units, sparsity_of
 
 
 @dataclass(frozen=True)
 class Solution:
-    """Sparse read and write factor that the solver found, float32, on the weight's device.
-
-    Attributes:
-        settings: every value used, and the entries kept.
-        solver: name of the algorithm, "anneal", "dsf", "prune" or "svd_prune".
-        weight: the float32 W that was solved for.
-    """
+    """Sparse read and write factor that the solver found, float32, on the weight's device."""
 
     read: Float[Tensor, "d_in unit"]
     write: Float[Tensor, "unit d_out"]
-    settings: dict[str, Any]
-    solver: str
-    weight: Float[Tensor, "d_in d_out"]
+    settings: dict[str, Any]  # every value used, and the entries kept
+    solver: str  # name of the algorithm, "anneal", "dsf", "prune" or "svd_prune"
+    weight: Float[Tensor, "d_in d_out"]  # the float32 W that was solved for
 
 
 @with_torch_defaults

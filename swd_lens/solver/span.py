@@ -22,26 +22,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from swd_lens.solver.shapes import Dense, Read, Write
 from swd_lens.solver.support import first_largest, keep_exactly
 
 
 @dataclass(frozen=True)
 class Search:
-    """Effort of `sparsest_basis`.
+    """Effort of `sparsest_basis`."""
 
-    Attributes:
-        rounds: of constraints.
-        exchanges: of all vectors against the dual basis.
-        first, later, exchanged: ADMM steps between changes of the weights, in the first round, in later ones, in an exchange.
-        constraints: in a round, per vector that is missing.
-    """
-
-    rounds: int = 6
-    exchanges: int = 4
+    rounds: int = 6  # of constraints
+    exchanges: int = 4  # of all vectors against the dual basis
+    # first, later, exchanged: ADMM steps between changes of the weights, in the first round, in later ones, in an exchange
     first: tuple[int, ...] = (30,) * 6
     later: tuple[int, ...] = (30,) * 2
     exchanged: tuple[int, ...] = (20,) * 5
-    constraints: int = 2
+    constraints: int = 2  # in a round, per vector that is missing
 
 
 WHOLE = Search()
@@ -57,9 +52,7 @@ RANK = 1e-4
 LONGER, PROBES, SPARSE = 1.75, 6, 0.15
 
 
-def from_span(
-    target: Float[Tensor, "d_in d_out"], units: int, edges: int
-) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]] | None:
+def from_span(target: Dense, units: int, edges: int) -> tuple[Read, Write] | None:
     """Read and write factor with `edges` entries, or None where the span has no sparse vectors."""
     if target.shape[0] < target.shape[1]:
         factors = from_span(target.T, units, edges)
@@ -81,7 +74,7 @@ def from_span(
     return cut(read, write, edges)
 
 
-def main_directions(target: Float[Tensor, "d_in d_out"], most: int) -> Float[Tensor, "d_in rank"]:
+def main_directions(target: Dense, most: int) -> Float[Tensor, "d_in rank"]:
     """Orthonormal basis of the columns' span; of its `most` largest directions, where it has more."""
     squares, right = torch.linalg.eigh(target.T @ target)
     rank = min(most, int((squares > RANK**2 * squares[-1]).sum()))
@@ -89,9 +82,7 @@ def main_directions(target: Float[Tensor, "d_in d_out"], most: int) -> Float[Ten
     return target @ (right[:, first:] / squares[first:].sqrt())
 
 
-def cut(
-    read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"], edges: int
-) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
+def cut(read: Read, write: Write, edges: int) -> tuple[Read, Write]:
     """The factors' `edges` entries that are worth most: an entry times the norm of the vector that it multiplies.
 
     Each unit keeps its largest on either side, without which it could not take part in the alternation.
@@ -152,12 +143,8 @@ def sparse_vectors(
     steps: tuple[int, ...],
     start: Float[Tensor, "rank vector"] | None = None,
 ) -> Float[Tensor, "rank vector"]:
-    """y of small (reweighted) L1 norm ||Q y||_1 with c . y = 1, for each constraint c.
-
-    Args:
-        steps: of ADMM, between changes of the weights.
-        start: y to begin at, and whose entries weigh the first round.
-    """
+    """y of small (reweighted) L1 norm ||Q y||_1 with c . y = 1, for each constraint c. steps: of ADMM, between changes of the
+    weights; start: y to begin at, and whose entries weigh the first round."""
     size = constraints.square().sum(0)
     y = constraints / size if start is None else start / (constraints * start).sum(0)
     vectors = basis @ y

@@ -2,16 +2,17 @@
 
 1. `SolveSpec` is what all solvers' settings share; `DsfSpec` holds the paper's solver's (its defaults are the paper's),
    `AnnealSpec` ours, `PruneSpec` and `SvdPruneSpec` those of pruning alone, of W and of its singular vectors.
-2. What they leave to the matrix ("auto") is decided by rule (automatic.py). Presets are complete settings (presets.py).
+2. What they leave to the matrix ("auto") is decided by rule (automatic.py). `PRESETS` are complete settings by name;
+   `resolve` makes the settings of one call.
 3. A `Step` is what a solver tells its caller after each outer iteration.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
-from swd_lens.base.errors import SpecError
-from swd_lens.base.settings import AUTO, AnySettings, Bounds, Settings, setting
+from swd_lens.base.errors import SpecError, quoted
+from swd_lens.base.settings import AUTO, AnySettings, Bounds, Settings, nearest, setting
 from swd_lens.solver.automatic import (
     DOUBLE_UP_TO,
     GRAM_AT_FIRST,
@@ -32,6 +33,7 @@ class SolveSpec(Settings):
 
     error = SpecError
     solver: ClassVar[str]
+    role: ClassVar[str] = "swd"  # in comparisons; "paper" or "control" of what stands beside it
     any_width: ClassVar[bool] = False  # whether units may be more or fewer than the coordinates that they start as
     precision: str
 
@@ -81,13 +83,11 @@ class ShrinkingSpec(SolveSpec):
 
 @dataclass(frozen=True)
 class DsfSpec(SolveSpec):
-    """Hyper-parameters of the Double Sparse Factorization solver (paper, app. swd-optimization; method.md §5.2).
-
-    Raises:
-        SpecError: a value outside its range; the message names field, value and range.
-    """
+    """Hyper-parameters of the Double Sparse Factorization solver (paper, app. swd-optimization; method.md §5.2). Raises
+    SpecError: a value outside its range; the message names field, value and range."""
 
     solver: ClassVar[str] = "dsf"
+    role: ClassVar[str] = "paper"
 
     # Alternations T. Paper: 40 for the GPT-2 experiments, 8 for the single Qwen matrices. The penalty ramp needs
     # T > rho_ramp_tail.
@@ -169,10 +169,7 @@ class DsfSpec(SolveSpec):
 @dataclass(frozen=True)
 class AnnealSpec(ShrinkingSpec):
     """Hyper-parameters of the annealed solver (anneal.py). Measured on the golden matrices; see tests/benchmarks/RESULTS.md.
-
-    Raises:
-        SpecError: a value outside its range; the message names field, value and range.
-    """
+    Raises SpecError: a value outside its range; the message names field, value and range."""
 
     solver: ClassVar[str] = "anneal"
     any_width: ClassVar[bool] = True
@@ -290,13 +287,11 @@ class AnnealSpec(ShrinkingSpec):
 
 @dataclass(frozen=True)
 class PruneSpec(ShrinkingSpec):
-    """Hyper-parameters of pruning (prune.py): W itself made sparse, its coordinates as units.
-
-    Raises:
-        SpecError: a value outside its range; the message names field, value and range.
-    """
+    """Hyper-parameters of pruning (prune.py): W itself made sparse, its coordinates as units. Raises SpecError: a value
+    outside its range; the message names field, value and range."""
 
     solver: ClassVar[str] = "prune"
+    role: ClassVar[str] = "control"
 
     # Whose coordinates the units are. The product is the same for each but for a few edges; "paper" is the short side.
     basis: str = setting("input", one_of=BASES)
@@ -312,13 +307,11 @@ class PruneSpec(ShrinkingSpec):
 
 @dataclass(frozen=True)
 class SvdPruneSpec(ShrinkingSpec):
-    """Hyper-parameters of pruning the singular vectors (svd_prune.py).
-
-    Raises:
-        SpecError: a value outside its range; the message names field, value and range.
-    """
+    """Hyper-parameters of pruning the singular vectors (svd_prune.py). Raises SpecError: a value outside its range; the
+    message names field, value and range."""
 
     solver: ClassVar[str] = "svd_prune"
+    role: ClassVar[str] = "control"
 
     # Least squares of both factors on their supports (refine.py): rounds, and conjugate-gradient steps per factor and round.
     refine_rounds: int = setting(12, at_least=0)
@@ -327,12 +320,8 @@ class SvdPruneSpec(ShrinkingSpec):
 
 @dataclass(frozen=True)
 class Step:
-    """Outer iteration `iteration` (from 1) of `total` is done.
-
-    Attributes:
-        relmse: computes the relMSE reached so far, under the Gram the solver sees (a product of the factors: call it
-            every few seconds, not every time). Valid during the callback only.
-    """
+    """Outer iteration `iteration` (from 1) of `total` is done. relmse: computes the relMSE reached so far, under the Gram the
+    solver sees (a product of the factors: call it every few seconds, not every time). Valid during the callback only."""
 
     iteration: int
     total: int
@@ -340,3 +329,46 @@ class Step:
 
 
 OnIteration = Callable[[Step], None]
+
+
+AnySpec = DsfSpec | AnnealSpec | PruneSpec | SvdPruneSpec
+
+PRESETS: Mapping[str, AnySpec] = {
+    "best": AnnealSpec(),
+    "quick": AnnealSpec(outer_iterations=32),
+    "thorough": AnnealSpec(outer_iterations=200),
+    # Eight to ten times the time of "best" (calculated); on planted factors of 128 x 64, whose rotations help, twenty to two
+    # hundred times (1 to 11 s), unless their pieces are exact. Golden rows: .409 of the reference's error, for .526 of "best",
+    # where both saw the full Gram from half of the alternations on, by and by; from .7 on attention's rows have 1 % more in .82
+    # of the time. .434 with held_back=0 and rho_start=.05, attn_out 2 % more with rho_start=.07, three rows 4 % with .15.
+    # Small matrices (64 x 32 to 12 x 40) have 1.2 to 1.35 times the error without births. Before budgets grew: 400 alternations
+    # .447 of the reference's error, 640 .428; inner_iterations=3 6 % worse on attn_out, rho_end=.35 8 % worse on mlp_in at
+    # s = .75 and 2 % better on others; entries exchanged at the end (those that would lower the error most enter, the least
+    # leave, values refitted, 30 turns) 3 % better on attn_out at s = .5, .2 to 1 % on others.
+    "deep": AnnealSpec(outer_iterations=480, balance=0.5, late=0.0, births=30, restarts=1, rotations=1600, refine_rounds=12),
+    "paper": DsfSpec(),
+    "pruned": PruneSpec(),
+    "svd_pruned": SvdPruneSpec(),
+}
+DEFAULT_PRESET = "best"
+
+
+def resolve(preset: str, overrides: Mapping[str, Any]) -> AnySpec:
+    """The spec of a preset with some fields replaced.
+
+    Args:
+        preset: a key of `PRESETS`.
+        overrides: fields of the preset's spec and their values.
+
+    Raises SpecError: no such preset or field (the nearest and all valid names are listed), or a value outside its range.
+    """
+    if preset not in PRESETS:
+        raise SpecError(f"no preset {quoted(preset)}; {nearest(preset, sorted(PRESETS))}")
+    spec = PRESETS[preset]
+    known = sorted(each.name for each in fields(spec))
+    for name in overrides:
+        if name not in known:
+            others = [repr(key) for key, other in PRESETS.items() if name in {each.name for each in fields(other)}]
+            elsewhere = f"; preset {' or '.join(others)} has it" if others else ""
+            raise SpecError(f"preset {quoted(preset)} has no setting {quoted(name)}; {nearest(name, known)}{elsewhere}")
+    return spec.changed(overrides)

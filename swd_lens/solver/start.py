@@ -75,7 +75,19 @@ def start(target: Float[Tensor, "d_in d_out"], units: int, budget: Budget, spec:
         square[owner, torch.arange(units, device=target.device)] = 1.0
     else:
         square = directions[:, owner]
-    other = _deal(short_long, owner, copy, budget.other, spec)
+    # The target pruned to a share of the budget; each entry goes to one copy of its coordinate, drawn at random.
+    magnitude = short_long.abs()
+    pruned = short_long * (magnitude >= tie_floor(kth_largest(magnitude, max(int(budget.other * spec.start_share), 1))))
+    other = pruned[owner]
+    copies = torch.bincount(owner, minlength=len(short_long))
+    if int(copies.max()) > 1:
+        draw = torch.rand(short_long.shape, generator=torch.Generator().manual_seed(spec.seed), dtype=torch.float32)
+        drawn = (draw.to(short_long.device) * copies[:, None]).long()
+        other *= drawn[owner] == copy[:, None]
+    # A unit that starts empty would stay so: it gets its coordinate's largest entry.
+    empty = (~other.any(1)).nonzero().squeeze(1)
+    largest = magnitude[owner[empty]].argmax(1)
+    other[empty, largest] = short_long[owner[empty], largest]
     factors = (factor.T.contiguous() if at_output else factor for factor in (square, other))
     short, long = (
         Block(factor, torch.zeros_like(factor), kept) for factor, kept in zip(factors, (budget.square, budget.other), strict=True)
@@ -145,26 +157,3 @@ def owners(short_long: Float[Tensor, "short long"], units: int) -> tuple[Int[Ten
     owner = torch.cat([everyone] * (units // n) + [strongest])
     copy = torch.arange(units, device=short_long.device) // n
     return owner, copy
-
-
-def _deal(
-    short_long: Float[Tensor, "short long"],
-    owner: Int[Tensor, " unit"],
-    copy: Int[Tensor, " unit"],
-    budget: int,
-    spec: AnnealSpec,
-) -> Float[Tensor, "unit long"]:
-    """The target pruned to a share of the budget; each entry goes to one copy of its coordinate, drawn at random."""
-    magnitude = short_long.abs()
-    pruned = short_long * (magnitude >= tie_floor(kth_largest(magnitude, max(int(budget * spec.start_share), 1))))
-    dealt = pruned[owner]
-    copies = torch.bincount(owner, minlength=len(short_long))
-    if int(copies.max()) > 1:
-        draw = torch.rand(short_long.shape, generator=torch.Generator().manual_seed(spec.seed), dtype=torch.float32)
-        drawn = (draw.to(short_long.device) * copies[:, None]).long()
-        dealt *= drawn[owner] == copy[:, None]
-    # A unit that starts empty would stay so: it gets its coordinate's largest entry.
-    empty = (~dealt.any(1)).nonzero().squeeze(1)
-    largest = magnitude[owner[empty]].argmax(1)
-    dealt[empty, largest] = short_long[owner[empty], largest]
-    return dealt

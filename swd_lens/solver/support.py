@@ -29,11 +29,7 @@ TIED = {torch.float64: 1e-10, torch.float32: 1e-6}
 
 
 def kth_largest(magnitude: Float[Tensor, "rows columns"], k: int) -> Float[Tensor, ""]:
-    """The k-th largest entry (k = 1: the maximum). Entries must be finite.
-
-    Raises:
-        ValueError: k outside 1..numel.
-    """
+    """The k-th largest entry (k = 1: the maximum). Entries must be finite. Raises ValueError: k outside 1..numel."""
     n = magnitude.numel()
     if not 1 <= k <= n:
         raise ValueError(f"k={k}: give a rank from 1 to {n}, the number of entries")

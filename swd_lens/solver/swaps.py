@@ -10,11 +10,10 @@ alternation moves budgets and supports of all units.
 """
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from swd_lens.solver.metric import Metric
 from swd_lens.solver.refine import refine
+from swd_lens.solver.shapes import Dense, Read, Write
 from swd_lens.solver.span import cut
 from swd_lens.solver.support import keep_exactly
 
@@ -25,14 +24,7 @@ EXACT = 1e-12
 _TINY = 1e-30
 
 
-def swapped(
-    read: Float[Tensor, "d_in unit"],
-    write: Float[Tensor, "unit d_out"],
-    target: Float[Tensor, "d_in d_out"],
-    metric: Metric,
-    edges: int,
-    turns: int = TURNS,
-) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
+def swapped(read: Read, write: Write, target: Dense, metric: Metric, edges: int, turns: int = TURNS) -> tuple[Read, Write]:
     """Factors with `edges` entries, in the metric's coordinates, from ones with no more; the first turn only fills up to them."""
     best, error, share = (read, write), float("inf"), SHARE
     spare = edges - 2 * len(write)  # each unit keeps one entry on either side
@@ -49,13 +41,7 @@ def swapped(
     return best
 
 
-def filled(
-    read: Float[Tensor, "d_in unit"],
-    write: Float[Tensor, "unit d_out"],
-    target: Float[Tensor, "d_in d_out"],
-    metric: Metric,
-    edges: int,
-) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
+def filled(read: Read, write: Write, target: Dense, metric: Metric, edges: int) -> tuple[Read, Write]:
     """Add the entries that are missing of `edges`, each where it alone, at its best value, lowers the loss most."""
     missing = edges - int(read.count_nonzero() + write.count_nonzero())
     if missing <= 0:

@@ -97,11 +97,8 @@ def check_sparsity(sparsity: Any) -> None:
 
 
 def sparsity_of(edges: Any, numel: int, spec: SolveSpec) -> float:
-    """1 - K / numel(W), below zero where K is more.
-
-    Raises:
-        SparsityError: no whole number of at least 2, or numel(W) and more where the solver needs fewer.
-    """
+    """1 - K / numel(W), below zero where K is more. Raises SparsityError: no whole number of at least 2, or numel(W) and more
+    where the solver needs fewer."""
     bounded("edges", edges, 2, error=SparsityError)
     if edges >= numel and not spec.any_width:
         raise SparsityError(
@@ -123,12 +120,8 @@ def check_tokens(tokens: int | None) -> None:
 
 
 def resolve_units(units: int | float | str | None, d_in: int, d_out: int, spec: SolveSpec) -> int:
-    """The number of units meant: None = one per coordinate that they start as, "2x" = twice that, or the number itself.
-
-    Raises:
-        UnitsError: not one of these, below 1, more than d_in * d_out, or not the standard number where the solver knows no
-            other.
-    """
+    """The number of units meant: None = one per coordinate that they start as, "2x" = twice that, or the number itself. Raises
+    UnitsError: not one of these, below 1, more than d_in * d_out, or not the standard number where the solver knows no other."""
     standard = spec.coordinates(d_in, d_out)
     number = standard if units is None else units
     if isinstance(units, str):

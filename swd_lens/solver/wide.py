@@ -114,11 +114,8 @@ def as_sparse(matrix: Matrix) -> Tensor | None:
 def sparse_normal(
     rows: Tensor, columns: Float[Tensor, "coordinate unit"], metric: Metric | None = None, blend: float = 0.0
 ) -> Float[Tensor, "unit unit"]:
-    """S S^T of a sparse S (unit, coordinate); with a metric S C_g S^T.
-
-    Args:
-        rows, columns: S as a sparse matrix, and S^T as a dense one.
-    """
+    """S S^T of a sparse S (unit, coordinate); with a metric S C_g S^T. rows, columns: S as a sparse matrix, and S^T as a dense
+    one."""
     # A product of a sparse matrix and a transposed one takes ten times as long; torch warns of two sparse ones.
     plain = rows @ columns.contiguous()
     if metric is None or metric.matrix is None or blend == 0:

@@ -24,8 +24,7 @@ import pandas as pd
 from swd_lens.base.errors import legible, quoted
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.progress import duration, tqdm
-from swd_lens.base.record import Record
-from swd_lens.base.sealed import read_sealed, write_sealed
+from swd_lens.base.record import SavedRecord
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import writing
 from swd_lens.circuits import Circuit, CostCurve, UnitScores, attribute, evaluate
@@ -41,12 +40,10 @@ from swd_lens.factorization.factorize import factorize
 from swd_lens.factorization.goal import FROM_NEURONS, STEPS, SWD, divided, next_sparsity, paths_of
 from swd_lens.hosts import find_sites
 from swd_lens.solver import DEFAULT_PRESET
-from swd_lens.study.controls import EXACT
 from swd_lens.tasks.split import TaskSplit
 from swd_lens.tasks.streams import TokenStream, split_rows
 from swd_lens.tasks.task import Task
-from swd_lens.train import baselines
-from swd_lens.train.baselines.exact import have_heads
+from swd_lens.train.baselines.exact import EXACT, ExactControl, have_heads, svd
 from swd_lens.units.factors import FactorSet
 from swd_lens.units.unit_set import UnitSet
 
@@ -56,7 +53,7 @@ OUTPUTS = ("attn_o", "mlp_out")
 SHARES = (0.25, 0.5, 1.0)  # of prompts, round by round
 FEWEST = 32  # prompts of a round, as far as there are so many
 SMALL = 0.5  # of all edges: a larger circuit is none to speak of
-BY_HEAD = "SVD by head, whitened"
+BY_HEAD = ExactControl("SVD by head, whitened", partial(svd, whitened=True, by_head=True), of_text=True)
 FILE = "best.json"
 _BEST = "the best"  # outcome of the winner
 JUDGED = 4_096  # held-out tokens on which candidates are measured; the winner is on all
@@ -67,7 +64,7 @@ _FROM_NEURONS = 4  # times SWD's own time, until one was made (1536 x 384)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class BestCircuit(Record):
+class BestCircuit(SavedRecord):
     """The cheapest circuit that was found, and what it was found among.
 
     Attributes:
@@ -84,6 +81,7 @@ class BestCircuit(Record):
     """
 
     in_memory: ClassVar[tuple[str, ...]] = ("circuit", "factors")
+    WHAT: ClassVar[str] = "a best circuit"
 
     method: str
     curve: CostCurve
@@ -147,7 +145,7 @@ class BestCircuit(Record):
             (folder / FILE).unlink(missing_ok=True)
             self.factors.save(folder / "factors")
             self.circuit.save(folder / "circuit.safetensors")
-            write_sealed(folder / FILE, self.as_dict())
+            super().save(folder / FILE)
         return folder
 
     @classmethod
@@ -159,7 +157,7 @@ class BestCircuit(Record):
             ValueError: it, the circuit or the factors are damaged.
         """
         folder = Path(folder)
-        found = cls.from_dict(read_sealed(folder / FILE, "a best circuit"))
+        found = super().load(folder / FILE)
         circuit, factors = Circuit.load(folder / "circuit.safetensors"), FactorSet.load(folder / "factors")
         return replace(found, circuit=circuit, factors=factors)
 
@@ -257,23 +255,16 @@ def _needed(model: Any, task: Task, progress: bool) -> list[str]:
 
 @dataclass
 class _Candidate:
-    """A replacement, and what the last round said of it.
-
-    Attributes:
-        fidelity: on the held-out text; None of an exact one, until it has won.
-        path: of a goal; None of an exact one.
-        of: the share of prompts that its prefix is of.
-        row: the cheapest prefix on validation prompts; None where none recovers enough.
-    """
+    """A replacement, and what the last round said of it."""
 
     method: str
     factors: FactorSet
     seconds: float
-    fidelity: Fidelity | None
-    path: str | None
-    of: float = SHARES[0]
+    fidelity: Fidelity | None  # on the held-out text; None of an exact one, until it has won
+    path: str | None  # of a goal; None of an exact one
+    of: float = SHARES[0]  # the share of prompts that its prefix is of
     scores: UnitScores | None = None
-    row: Mapping[str, Any] | None = None
+    row: Mapping[str, Any] | None = None  # the cheapest prefix on validation prompts; None where none recovers enough
     outcome: str = ""
 
     @property
@@ -304,18 +295,13 @@ class _Search:
     def exact(self) -> list[_Candidate]:
         """Make the exact candidates. They are W itself, so that text has nothing to say of them; it judges the winner."""
         self.bar.set_postfix_str("exact units")
-        whitened = {"whitened": True, "tokens": self.text}
-        makers = {
-            EXACT["neurons"]: baselines.neurons,
-            EXACT["svd"]: baselines.svd,
-            EXACT["svd_whitened"]: partial(baselines.svd, **whitened),
-        }
+        controls = [EXACT[name] for name in ("neurons", "svd", "svd_whitened")]
         if have_heads(self.model, find_sites(self.model, list(self.sites))):
-            makers[BY_HEAD] = partial(baselines.svd, by_head=True, **whitened)
-        for method, make in makers.items():
+            controls.append(BY_HEAD)
+        for control in controls:
             began = time.monotonic()
-            made = make(self.model, self.sites)
-            self.candidates.append(_Candidate(method, made, time.monotonic() - began, None, None))
+            made = control.make(self.model, self.sites, **({"tokens": self.text} if control.of_text else {}))
+            self.candidates.append(_Candidate(control.title, made, time.monotonic() - began, None, None))
         self.bar.update()
         return list(self.candidates)
 
@@ -323,33 +309,31 @@ class _Search:
         """Make the sparsest candidate of each path that keeps the goal, each search beginning where the last one ended."""
         found, start = [], FIRST
         for path, options in paths.items():
-            end, start = self._end_of(path, options, start)
+            # Find the sparsest candidate of a path that keeps the goal, and its sparsity; None, and `start`, where there is
+            # none.
+            points: list[tuple[float, float]] = []
+            made: dict[float, _Candidate] = {}
+            while len(points) < STEPS and (s := next_sparsity(points, start)) is not None:
+                s = round(s, 4)
+                candidate = self._made(path, s, options)
+                if candidate is None:
+                    break
+                made[s] = candidate
+                f = candidate.fidelity
+                assert f is not None
+                # Over the goal: KL, or the CE delta less two standard errors. At most 1 keeps it.
+                excess = max(f.kl, f.ce_delta - 2 * (f.ce_delta_se or 0.0)) / self.goal
+                points.append((s, math.log(max(excess, 1e-12))))
+            kept = [s for s, log in points if log <= 0]
+            for s, candidate in made.items():
+                if s not in kept:
+                    candidate.outcome = "over the goal"
+                elif s != max(kept):
+                    candidate.outcome = "denser than the goal asks"
+            end, start = (made[max(kept)], max(kept)) if kept else (None, start)
             found += [] if end is None else [end]
             self.bar.update()
         return found
-
-    def _end_of(self, path: str, options: Mapping[str, Any], start: float) -> tuple[_Candidate | None, float]:
-        """Find the sparsest candidate of a path that keeps the goal, and its sparsity; None, and `start`, where there is none."""
-        points: list[tuple[float, float]] = []
-        made: dict[float, _Candidate] = {}
-        while len(points) < STEPS and (s := next_sparsity(points, start)) is not None:
-            s = round(s, 4)
-            candidate = self._made(path, s, options)
-            if candidate is None:
-                break
-            made[s] = candidate
-            f = candidate.fidelity
-            assert f is not None
-            # Over the goal: KL, or the CE delta less two standard errors. At most 1 keeps it.
-            excess = max(f.kl, f.ce_delta - 2 * (f.ce_delta_se or 0.0)) / self.goal
-            points.append((s, math.log(max(excess, 1e-12))))
-        kept = [s for s, log in points if log <= 0]
-        for s, candidate in made.items():
-            if s not in kept:
-                candidate.outcome = "over the goal"
-            elif s != max(kept):
-                candidate.outcome = "denser than the goal asks"
-        return (made[max(kept)], max(kept)) if kept else (None, start)
 
     def _made(self, path: str, sparsity: float, options: Mapping[str, Any]) -> _Candidate | None:
         """Make a candidate, with its fidelity on the held-out text; None where there is no time for it."""
@@ -369,11 +353,8 @@ class _Search:
     # ------------------------------------------------------------------ rounds
 
     def cheapest(self, alive: list[_Candidate]) -> _Candidate:
-        """Find the candidate whose circuit has the fewest edges on all validation prompts.
-
-        Raises:
-            ValueError: none recovers enough.
-        """
+        """Find the candidate whose circuit has the fewest edges on all validation prompts. Raises ValueError: none recovers
+        enough."""
         for share in SHARES:
             if share > SHARES[0] and time.monotonic() > self.began + _CHOOSE * 60 * self.minutes:
                 share, alive = 1.0, [*alive[:1], *(c for c in alive[1:] if c.path is None)][:2]
@@ -397,7 +378,12 @@ class _Search:
         candidate.of = share
         train, validation = (_part(split, share) for split in (self.task.train, self.task.validation))
         candidate.scores = attribute(self.model, candidate.factors, train, dense=self.dense)
-        candidate.row = self._cheapest(candidate, validation)
+        # Find the prefix of the fewest edges that reaches the threshold on these prompts, the grid refined once around it.
+        assert candidate.scores is not None
+        look = partial(evaluate, self.model, candidate.factors, validation, candidate.scores, random_sets=0, dense=self.dense)
+        row = look().row_of(self.threshold, "edges")
+        lengths = [] if row is None else _between(int(row["units"]), candidate.scores.n_units)
+        candidate.row = look(grid=lengths).row_of(self.threshold, "edges") if lengths else row
 
     def _better(self, candidates: list[_Candidate], share: float) -> list[_Candidate]:
         """Take the cheaper half (in the end the cheapest), and an exact one."""
@@ -410,14 +396,6 @@ class _Search:
             elif not candidate.outcome and candidate not in (*kept[:n], *exact):
                 candidate.outcome = f"more edges, {share:.0%} of prompts"
         return [*kept[:n], *exact]
-
-    def _cheapest(self, candidate: _Candidate, split: TaskSplit) -> dict[str, Any] | None:
-        """Find the prefix of the fewest edges that reaches the threshold on these prompts, the grid refined once around it."""
-        assert candidate.scores is not None
-        look = partial(evaluate, self.model, candidate.factors, split, candidate.scores, random_sets=0, dense=self.dense)
-        row = look().row_of(self.threshold, "edges")
-        lengths = [] if row is None else _between(int(row["units"]), candidate.scores.n_units)
-        return look(grid=lengths).row_of(self.threshold, "edges") if lengths else row
 
     # ------------------------------------------------------------------ judgement
 

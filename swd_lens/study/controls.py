@@ -38,27 +38,18 @@ _OF_SWD = {"preset", "units"} | {each.name for spec in PRESETS.values() for each
 
 
 def sizes_of(sparsities: Iterable[float | int], kl: float | None, ce: float | None) -> tuple[float | Goal, ...]:
-    """List how large a study's factors are: of each sparsity, and as small as a goal allows.
-
-    Raises:
-        ValueError: a goal that is not above 0.
-    """
+    """List how large a study's factors are: of each sparsity, and as small as a goal allows. Raises ValueError: a goal that is
+    not above 0."""
     return (*map(float, sparsities), *([] if kl is None and ce is None else [Goal(kl, ce)]))
 
 
 @dataclass(frozen=True)
 class SolvedMethod:
-    """A method of a study that the solver makes.
+    """A method of a study that the solver makes."""
 
-    Attributes:
-        size: a sparsity, or a goal, for which the sparsest factors are searched.
-        options: of `factorize`.
-        control: a key of SOLVED; None: what the study is about.
-    """
-
-    size: float | Goal
-    options: Mapping[str, Any]
-    control: str | None = None
+    size: float | Goal  # a sparsity, or a goal, for which the sparsest factors are searched
+    options: Mapping[str, Any]  # of `factorize`
+    control: str | None = None  # a key of SOLVED; None: what the study is about
 
     def without_edges(self, sites: Iterable[Site]) -> Site | None:
         """The first site whose K is too small for the paper's solver, which needs more edges than ours; None where there is no
@@ -70,7 +61,7 @@ class SolvedMethod:
     @property
     def role(self) -> str:
         """Its role in comparisons."""
-        return "swd" if self.control is None else "paper" if self.control in PAPER else "control"
+        return "swd" if self.control is None else PRESETS[self.control].role
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -102,8 +93,7 @@ def controls_of(asked: Sequence[str] | None, sizes: Sequence[float | Goal], opti
         asked: None = the usual ones; without a sparsity or a goal those of them that need none.
         options: of `factorize` for SWD.
 
-    Raises:
-        ValueError: an unknown control, or one that is made at sparsities or for a goal, and there is neither.
+    Raises ValueError: an unknown control, or one that is made at sparsities or for a goal, and there is neither.
     """
     controls = [name for name in DEFAULT_CONTROLS if sizes or name not in SOLVED] if asked is None else asked
     if unknown := sorted(set(controls) - set(CONTROLS)):
@@ -118,11 +108,7 @@ def controls_of(asked: Sequence[str] | None, sizes: Sequence[float | Goal], opti
 def solved_controls(
     controls: Sequence[str], sizes: Sequence[float | Goal], options: Mapping[str, Any]
 ) -> dict[str, SolvedMethod]:
-    """Method -> how it is made, of the controls that the solver makes.
-
-    Args:
-        options: of `factorize` for SWD.
-    """
+    """Method -> how it is made, of the controls that the solver makes. options: of `factorize` for SWD."""
     return {
         f"{name} {_label(size)}": SolvedMethod(size, control_options(control, options), control)
         for control, name in SOLVED.items()

@@ -30,11 +30,12 @@ from swd_lens.base.files import plain
 from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.progress import tqdm
 from swd_lens.base.sealed import readable
+from swd_lens.base.step_cache import differences
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import require_writable_file, writing_file
 from swd_lens.circuits.fidelity import fidelities
 from swd_lens.factorization.calibration_text import CalibrationText
-from swd_lens.factorization.checkpoint import differences, host_fingerprint, tokens_fingerprint
+from swd_lens.factorization.checkpoint import host_fingerprint, tokens_fingerprint
 from swd_lens.factorization.estimate import estimate
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of, require_no_dropout
@@ -53,7 +54,6 @@ _NOT_OPTIONS = ("model", "sites", "tokens", "out", "overwrite", "shard")
 # Points of a method that are measured in one pass of the dense host.
 _TOGETHER = 4
 _FITS = ".fits"  # the ending of the folder beside `out`
-_IN_WORDS = {"host_sha256": "the host", "heldout_sha256": "the held-out tokens", "tokens_sha256": "its tokens"}
 _GO_ON = "Rerun with the original settings to resume, give another file, or overwrite=True to start again"
 # Those that change where and how fast, not what: `estimate` does not know them.
 _NOT_ESTIMATED = ("device", "workers", "threads", "progress")
@@ -187,19 +187,13 @@ def _measured(name: str, group: Sequence["Candidate"], surface: "Surface", held:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A point to be measured.
-
-    Attributes:
-        about: how its method was made; plain values.
-        identity: what decides the replacement's weights, as JSON gives it back; None where nobody can say.
-        make: gives the replacement, site name -> Units.
-    """
+    """A point to be measured."""
 
     tokens: int
     kind: str
-    about: Mapping[str, Any]
-    identity: Mapping[str, Any] | None
-    make: Callable[[], Mapping[str, Units]]
+    about: Mapping[str, Any]  # how its method was made; plain values
+    identity: Mapping[str, Any] | None  # what decides the replacement's weights, as JSON gives it back; None where nobody can say
+    make: Callable[[], Mapping[str, Units]]  # gives the replacement, site name -> Units
 
 
 # The points of one method, one after the other.
@@ -208,18 +202,13 @@ Series = Callable[[], Iterator[Candidate]]
 
 @dataclass(frozen=True)
 class Surface:
-    """Where methods are measured: one matrix, or a whole MLP.
-
-    Attributes:
-        fits: the folder of fits that are not measured yet; None: they are not kept.
-        checkpoints: tokens of a training's checkpoints that are measured, beside the last; None: all.
-        texts: how many rows -> those rows, with what was collected of them.
-    """
+    """Where methods are measured: one matrix, or a whole MLP."""
 
     model: Any
     site: Site
-    fits: Path | None = None
-    checkpoints: Sequence[int] | None = None
+    fits: Path | None = None  # the folder of fits that are not measured yet; None: they are not kept
+    checkpoints: Sequence[int] | None = None  # tokens of a training's checkpoints that are measured, beside the last; None: all
+    # how many rows -> those rows, with what was collected of them
     texts: dict[int, CalibrationText] = field(default_factory=dict)
 
     @property
@@ -245,7 +234,15 @@ def _units_series(name: str, given: Any, surface: Surface, whose: str) -> Series
     if isinstance(given, str | Path):
         given = LearnedUnits.load(given, device=next(surface.model.parameters()).device)
     if isinstance(given, LearnedUnits):
-        return _checkpoints(name, given, surface)
+        # One training run.
+        if (replaced := given.provenance["replaces"]) != surface.site.name:
+            raise ValueError(f"{quoted(name)} replaces {replaced}, not {surface.site.name}")
+        about = {"method": given.provenance["method"], "settings": given.provenance["settings"]}
+        # The same recipe on the same text gives the same bits; the file says which text.
+        identity = json.loads(json.dumps(plain({**about, "tokens_sha256": given.provenance["tokens_sha256"]})))
+        asked = set(given.checkpoints) if surface.checkpoints is None else {*surface.checkpoints, max(given.checkpoints)}
+        counts = [n for n in given.checkpoints if n in asked]
+        return lambda: (Candidate(n, CHECKPOINT, about, identity, lambda n=n: given.at(n)) for n in counts)
     if isinstance(given, tuple) and len(given) == 2:
         return _single(name, *given, surface)
     if isinstance(given, Factors | Mapping | nn.Module) or has_pair(given):
@@ -256,18 +253,6 @@ def _units_series(name: str, given: Any, surface: Surface, whose: str) -> Series
         f"{whose} a {type(given).__name__}; give LearnedUnits (swd.baselines.transcoder(...)), their folder, a function "
         'that trains them, (units, tokens), or options for SWD, {"sparsity": 0.5}'
     )
-
-
-def _checkpoints(name: str, units: LearnedUnits, surface: Surface) -> Series:
-    """One training run."""
-    if (replaced := units.provenance["replaces"]) != surface.site.name:
-        raise ValueError(f"{quoted(name)} replaces {replaced}, not {surface.site.name}")
-    about = {"method": units.provenance["method"], "settings": units.provenance["settings"]}
-    # The same recipe on the same text gives the same bits; the file says which text.
-    identity = json.loads(json.dumps(plain({**about, "tokens_sha256": units.provenance["tokens_sha256"]})))
-    asked = set(units.checkpoints) if surface.checkpoints is None else {*surface.checkpoints, max(units.checkpoints)}
-    counts = [n for n in units.checkpoints if n in asked]
-    return lambda: (Candidate(n, CHECKPOINT, about, identity, lambda n=n: units.at(n)) for n in counts)
 
 
 def _single(name: str, given: Any, tokens: Any, surface: Surface) -> Series:
@@ -350,7 +335,7 @@ class _File:
             self.methods = dict(held.settings["methods"])
         then = {name: value for name, value in held.settings.items() if name != "methods"}
         now = json.loads(json.dumps(plain(settings)))  # as JSON gives it back
-        if changed := differences(then, now, _IN_WORDS):
+        if changed := differences(then, now):
             raise ResumeError(f"{path} holds another measurement: {'; '.join(changed)}. {_GO_ON}")
         self.points = {(point.method, point.tokens): point for point in held.points}
 
@@ -359,7 +344,7 @@ class _File:
         point = self.points.get((name, candidate.tokens))
         if point is None or candidate.identity is None:
             return None
-        if changed := differences(point.identity or {}, candidate.identity, _IN_WORDS):
+        if changed := differences(point.identity or {}, candidate.identity):
             raise ResumeError(
                 f"{self.path} holds {quoted(name)} at {candidate.tokens:,} tokens, made otherwise: {'; '.join(changed)}. {_GO_ON}"
             )

@@ -25,21 +25,15 @@ _MARKERS = {FIT: ("o", True, "circle"), CHECKPOINT: ("s", False, "square"), SING
 
 @dataclass(frozen=True)
 class Point(PlainRecord):
-    """One method after so many tokens.
-
-    Attributes:
-        kind: "independent fit", "checkpoint" or "single point".
-        edges: of the whole replacement.
-        relmse: of the replaced output: of a whole MLP, the MLP's.
-        identity: what decides the replacement's weights, as plain values; None where nobody can say.
-    """
+    """One method after so many tokens."""
 
     method: str
     tokens: int
-    kind: str
-    edges: int
+    kind: str  # "independent fit", "checkpoint" or "single point"
+    edges: int  # of the whole replacement
     fidelity: Fidelity
-    relmse: float
+    relmse: float  # of the replaced output: of a whole MLP, the MLP's
+    # what decides the replacement's weights, as plain values; None where nobody can say
     identity: Mapping[str, Any] | None = None
 
 
@@ -93,8 +87,6 @@ class DataEfficiency(SavedRecord):
         """In the order given, each with its rows by tokens."""
         table = self.table()
         return [(m, table.loc[table["method"] == m].sort_values(by="tokens")) for m in self.methods]
-
-    # ------------------------------------------------------------------ shown
 
     def plot(self, metrics: str | Sequence[str] = tuple(METRICS)):
         """One panel per metric against tokens used (log axis); a matplotlib Figure. Lower is better everywhere.

@@ -51,21 +51,13 @@ _LONGEST = 600  # characters of a text in a notebook's card
 
 @dataclass(frozen=True)
 class Continuation(PlainRecord):
-    """A text that one host wrote behind one prompt.
+    """A text that one host wrote behind one prompt."""
 
-    Attributes:
-        tokens: the new ids; EOS or another stop token, if one came, is the last.
-        text: decoded, that token left out; None without a tokenizer.
-        stop: "eos" (a stop token), "length" (max_new_tokens) or "context" (prompt and new tokens fill n_ctx).
-        departs: index in `tokens` of the first one that differs from the dense host's; None if none does.
-        stopped_by: the stop token, as the tokenizer writes it ("<|im_end|>"); None where none came.
-    """
-
-    tokens: tuple[int, ...]
-    text: str | None
-    stop: str
-    departs: int | None
-    stopped_by: str | None = None
+    tokens: tuple[int, ...]  # the new ids; EOS or another stop token, if one came, is the last
+    text: str | None  # decoded, that token left out; None without a tokenizer
+    stop: str  # "eos" (a stop token), "length" (max_new_tokens) or "context" (prompt and new tokens fill n_ctx)
+    departs: int | None  # index in `tokens` of the first one that differs from the dense host's; None if none does
+    stopped_by: str | None = None  # the stop token, as the tokenizer writes it ("<|im_end|>"); None where none came
 
     def course(self, is_dense: bool) -> str:
         """Say how it went: "40 tokens", "departs at 7; <|im_end|> after 12 tokens"."""
@@ -233,11 +225,7 @@ def generate(
 
 
 def prompt_rows(model: Any, prompts: Any, prepend_bos: bool | None = None) -> tuple[list[tuple[int, ...]], bool | None]:
-    """Token ids of each prompt, and whether strings among them got a BOS.
-
-    Raises:
-        TokenError: see `generate`.
-    """
+    """Token ids of each prompt, and whether strings among them got a BOS. Raises TokenError: see `generate`."""
     read = Prompt.several(model, prompts, "generate", prepend_bos=prepend_bos)
     if not read:
         raise TokenError("there are no prompts to continue; give at least one")

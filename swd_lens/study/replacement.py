@@ -276,13 +276,7 @@ def _allocation(
     steps: Steps,
 ) -> Allocation:
     """Share out the budget, now or earlier; text of its own length ranks the matrices, it does not make the final factors.
-
-    Args:
-        how: arguments of `allocate`.
-
-    Raises:
-        ResumeError: the folder holds the budgets of another call.
-    """
+    how: arguments of `allocate`. Raises ResumeError: the folder holds the budgets of another call."""
     rows = None
     if tokens is not None:
         stream = as_stream(tokens, model)

@@ -18,7 +18,7 @@ from typing import Any
 from swd_lens.base import __version__
 from swd_lens.base.divergence import CHUNK_BYTES
 from swd_lens.base.errors import ResumeError
-from swd_lens.base.step_cache import CALL, FOLDER
+from swd_lens.base.step_cache import CALL, FOLDER, HOW_TO_RESUME
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.estimate import estimate
 from swd_lens.factorization.goal import Goal
@@ -84,21 +84,12 @@ def _identity(model: Any, units: Any) -> str:
     return hashlib.sha256(repr(sorted(of_units.identities.items())).encode()).hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------- the folder
-
-
 def require_own(folder: Path) -> None:
-    """Refuse a folder that holds a run without its parts: nobody can go on with that, or knows how it was made.
-
-    Raises:
-        ResumeError: it holds one.
-    """
+    """Refuse a folder that holds a run without its parts: nobody can go on with that, or knows how it was made. Raises
+    ResumeError: it holds one."""
     if (folder / NAME).exists() and not (folder / FOLDER / CALL).exists():
         changed = f"{NAME} of a run without its parts"
-        raise ResumeError(
-            f"{folder} holds what another call has finished: {changed}. Rerun with the original settings to resume, give "
-            "another folder, or overwrite=True (--overwrite) to start again"
-        )
+        raise ResumeError(f"{folder} holds what another call has finished: {changed}. {HOW_TO_RESUME}")
 
 
 def start_again(folder: Path, factors: Iterable[str]) -> None:
@@ -133,11 +124,7 @@ def memory_of(
     **solver: Any,
 ) -> dict[str, int]:
     """Bound the memory of a study: part -> bytes beyond the loaded model, what stays included; arguments as for `run_study`.
-
-    Args:
-        n_beside: further replacements of each surface, as large as a dense one.
-        heldout_length: tokens in a row of held-out text.
-    """
+    n_beside: further replacements of each surface, as large as a dense one; heldout_length: tokens in a row of held-out text."""
     sites = {label: find_sites(model, pattern) for label, pattern in surfaces.items()}
     estimates = {label: _estimate(model, surface, calibration_tokens, solver) for label, surface in sites.items()}
     # How many replacements have as many units as SWD, as there are neurons, and as the short side has coordinates.
@@ -190,12 +177,8 @@ def memory_of_replacement(
     row_length: int = 1024,
     **solver: Any,
 ) -> dict[str, int]:
-    """Bound the memory of `replace_model`: part -> bytes beyond the loaded model.
-
-    Args:
-        tuned_rows: of a step of fine-tuning; 0: there is none.
-        row_length: tokens in a row of text.
-    """
+    """Bound the memory of `replace_model`: part -> bytes beyond the loaded model. tuned_rows: of a step of fine-tuning; 0:
+    there is none; row_length: tokens in a row of text."""
     surface = find_sites(model, sites)
     estimate = _estimate(model, surface, tokens, {**solver, "calibration": calibration, "sparsity": sparsity})
     pairs, units = _pairs(estimate, _solved), sum(row.units for row in estimate.rows)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from swd_lens.base.checks import one_of
-from swd_lens.base.errors import FactorFileError, legible, quoted
+from swd_lens.base.errors import FactorFileError, legible
 from swd_lens.base.files import plain, sha256
-from swd_lens.base.record import PlainRecord, checked
+from swd_lens.base.record import PlainRecord, checked, require_format
 from swd_lens.base.sealed import hashes_of, read_json, require_hashes, unseal
 from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.comparison import ROLES, TaskComparison
@@ -34,7 +34,6 @@ FORMAT = 1
 NAME, WHAT = "run.json", "a run"
 # What folders of factors end in while a run is saved over another one. `folders_named` gives no name with this sign.
 STAGED = "~new"
-_PARTS = ("format", "settings", "seconds", "fidelity", "comparisons", "circuits", "units", "attention", "extras", "files")
 _CURVE = {"units", "edges", "recovered", "sufficiency", "drop"}  # columns of a curve that every report draws
 
 
@@ -75,11 +74,8 @@ _COMPARISON = {
 
 @dataclass(frozen=True)
 class FactorsRecord(Mapping[str, Mapping[str, Any]]):
-    """A record of factors that were not saved: site -> {"d_in", "d_out", "units", "edges", "settings", "provenance"}.
-
-    Attributes:
-        edges, n_units, sparsity: of all sites together, as a FactorSet has them.
-    """
+    """A record of factors that were not saved: site -> {"d_in", "d_out", "units", "edges", "settings", "provenance"}. edges,
+    n_units, sparsity: of all sites together, as a FactorSet has them."""
 
     sites: Mapping[str, Mapping[str, Any]]
     edges: int
@@ -103,21 +99,15 @@ class FactorsRecord(Mapping[str, Mapping[str, Any]]):
 
 @dataclass(frozen=True)
 class Replacement:
-    """One surface replaced by one method.
-
-    Attributes:
-        factors: of exact ones a loaded run has a record only, they are not saved.
-        seconds: that the factors took.
-        role: "swd", "control", or "paper": SWD by the paper's solver, beside that of the study.
-        exact: every matrix is written as a product without an error; a control that is not has as few edges as SWD has.
-    """
+    """One surface replaced by one method."""
 
     surface: str
     method: str
-    factors: FactorSet | FactorsRecord
+    factors: FactorSet | FactorsRecord  # of exact ones a loaded run has a record only, they are not saved
     fidelity: Fidelity
-    seconds: float
-    role: str = "swd"
+    seconds: float  # that the factors took
+    role: str = "swd"  # "swd", "control", or "paper": SWD by the paper's solver, beside that of the study
+    # every matrix is written as a product without an error; a control that is not has as few edges as SWD has
     exact: bool = False
 
     @property
@@ -135,11 +125,8 @@ class Replacement:
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> "Replacement":
-        """Read the replacement in a row of "fidelity"; of sparse factors with a record until `with_factors` reads them.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is something else.
-        """
+        """Read the replacement in a row of "fidelity"; of sparse factors with a record until `with_factors` reads them. Raises
+        KeyError, TypeError, ValueError: it is something else."""
         row = checked("Replacement", row, _ROW)
         one_of("role", row["role"], ROLES)
         measured, exact = Fidelity.from_dict(row), "factors" in row
@@ -193,15 +180,9 @@ def holds(folder: Path, factors: FactorSet) -> bool:
 
 
 def with_factors(folder: Path, replacements: Sequence[Replacement], hashes: Mapping[str, str]) -> list[Replacement]:
-    """Complete the replacements of a run.json with the sparse factors that lie beside it, memory-mapped.
-
-    Args:
-        hashes: of indexes, as `indexes_of` gave them; a folder that is not among them is taken as it is.
-
-    Raises:
-        FileNotFoundError: a folder of factors is missing.
-        ValueError: it holds other factors.
-    """
+    """Complete the replacements of a run.json with the sparse factors that lie beside it, memory-mapped. hashes: of indexes,
+    as `indexes_of` gave them; a folder that is not among them is taken as it is. Raises FileNotFoundError: a folder of factors
+    is missing; ValueError: it holds other factors."""
     # The folders are never what the file says: a name that leads elsewhere would be followed.
     return [
         r if r.exact else replace(r, factors=_factors(folder, name, r, hashes))
@@ -234,12 +215,8 @@ def _factors(folder: Path, name: str, replacement: Replacement, hashes: Mapping[
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Read the values of a folder's run.json.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: no JSON, not a run's, of a later format, or not what was written.
-    """
+    """Read the values of a folder's run.json. Raises FileNotFoundError: there is none; ValueError: no JSON, not a run's, of a
+    later format, or not what was written."""
     path = folder / NAME
     if not path.is_file():
         raise FileNotFoundError(
@@ -247,15 +224,7 @@ def read_run(folder: Path) -> dict[str, Any]:
             "Run.save wrote"
         )
     values = read_json(path, WHAT)
-    if not isinstance(values, dict) or not set(_PARTS) <= set(values):
-        missing = ", ".join(part for part in _PARTS if not isinstance(values, dict) or part not in values)
-        raise ValueError(f"{legible(path)} is not what Run.save writes: it lacks {legible(missing)}")
-    version = values["format"]
-    if not isinstance(version, int) or version > FORMAT:
-        raise ValueError(
-            f"{legible(path)} has run format {quoted(version)} (swd_lens {values.get('swd_lens', 'of a later version')}), "
-            f"this swd_lens reads up to {FORMAT}; update swd_lens"
-        )
+    require_format(path, values.get("format") if isinstance(values, dict) else None, FORMAT, WHAT)
     return unseal(values, path, WHAT)
 
 
@@ -277,11 +246,8 @@ def comparison_to_dict(comparison: Comparison) -> dict[str, Any]:
 
 
 def comparisons_of(values: Mapping[str, Any]) -> dict[str, Comparison]:
-    """Read surface -> comparison, from the curves of all surfaces.
-
-    Raises:
-        KeyError, TypeError, ValueError: the values are something else.
-    """
+    """Read surface -> comparison, from the curves of all surfaces. Raises KeyError, TypeError, ValueError: the values are
+    something else."""
     curves: dict[str, list[Mapping[str, Any]]] = {}
     for row in values["circuits"]:
         curves.setdefault(checked("CostCurve", row, {"surface": str})["surface"], []).append(row)

@@ -35,29 +35,19 @@ DIGITS = 4  # of a view's values: finer than any screen shows
 class AttentionView(PlainRecord):
     """Values of several heads (or pairs of units) over the positions of one prompt.
 
-    Attributes:
-        kind: what the values are: "dense patterns", "replaced patterns", or a name of one's own.
-        title: heading of the panel.
-        task: whose prompt it is; "" for none. Views of a task stand together.
-        tokens: strings of the positions.
-        names: of the heads.
-        values: (head, dest, src), rounded to DIGITS.
-        signed: values below zero mean something (contributions, differences); else they are probabilities.
-        caption: what to look at, in a sentence or two.
-        measures: what was measured -> head -> number; also of heads that are not drawn.
-
     Raises:
         ValueError: tokens or names do not fit the values, or a value is not finite.
     """
 
-    kind: str
-    title: str
-    task: str
-    tokens: tuple[str, ...]
-    names: tuple[str, ...]
-    values: tuple[tuple[tuple[float, ...], ...], ...]
-    signed: bool = False
-    caption: str = ""
+    kind: str  # what the values are: "dense patterns", "replaced patterns", or a name of one's own
+    title: str  # heading of the panel
+    task: str  # whose prompt it is; "" for none. Views of a task stand together.
+    tokens: tuple[str, ...]  # strings of the positions
+    names: tuple[str, ...]  # of the heads
+    values: tuple[tuple[tuple[float, ...], ...], ...]  # (head, dest, src), rounded to DIGITS
+    signed: bool = False  # values below zero mean something (contributions, differences); else they are probabilities
+    caption: str = ""  # what to look at, in a sentence or two
+    # what was measured -> head -> number; also of heads that are not drawn
     measures: Mapping[str, Mapping[str, float | int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -85,19 +75,14 @@ class AttentionView(PlainRecord):
 class Picture(PlainRecord):
     """One drawing.
 
-    Attributes:
-        svg: an <svg> element that could be a file of its own, as `swd_lens.base.figures.svg` writes it.
-        title, description: what it shows, for those who do not see it.
-        caption: printed below it.
-
     Raises:
         ValueError: another text.
     """
 
-    svg: str
-    title: str
+    svg: str  # an <svg> element that could be a file of its own, as `swd_lens.base.figures.svg` writes it
+    title: str  # title, description: what it shows, for those who do not see it
     description: str = ""
-    caption: str = ""
+    caption: str = ""  # printed below it
 
     def __post_init__(self) -> None:
         if not self.svg.startswith("<svg"):
@@ -136,14 +121,8 @@ class SectionTable(PlainRecord):
 
 @dataclass(frozen=True)
 class SectionGraph(PlainRecord):
-    """A unit graph for readers to look into, as plain values.
-
-    Attributes:
-        graph, attention, replays: what `UnitGraph`, `AttentionPaths` and `Replays` gave as_dict; the last two may be missing.
-
-    Raises:
-        ValueError: they are something else, or of other graphs.
-    """
+    """A unit graph for readers to look into, as plain values. graph, attention, replays: what `UnitGraph`, `AttentionPaths`
+    and `Replays` gave as_dict; the last two may be missing. Raises ValueError: they are something else, or of other graphs."""
 
     graph: Mapping[str, Any]
     attention: Mapping[str, Any] | None = None
@@ -168,21 +147,14 @@ class SectionGraph(PlainRecord):
 
 @dataclass(frozen=True)
 class ReportSection(PlainRecord):
-    """One section of the report.
+    """One section of the report."""
 
-    Attributes:
-        title: its heading; `short` is what the list of contents says (the title, where empty).
-        intro: one string per paragraph, plain text.
-        pictures, tables: in the order in which they are shown, pictures first.
-        graph: to be unfolded below the pictures.
-    """
-
-    title: str
-    intro: tuple[str, ...] = ()
-    pictures: tuple[Picture, ...] = ()
+    title: str  # its heading; `short` is what the list of contents says (the title, where empty)
+    intro: tuple[str, ...] = ()  # one string per paragraph, plain text
+    pictures: tuple[Picture, ...] = ()  # pictures, tables: in the order in which they are shown, pictures first
     tables: tuple[SectionTable, ...] = ()
     short: str = ""
-    graph: SectionGraph | None = None
+    graph: SectionGraph | None = None  # to be unfolded below the pictures
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; `from_dict` takes them back."""

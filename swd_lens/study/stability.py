@@ -52,8 +52,7 @@ from swd_lens.hosts import Host, find_sites, host_of, require_no_dropout
 from swd_lens.hosts.recording import record, standing_hooks
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.solver import DEFAULT_PRESET
-from swd_lens.solver.presets import PRESETS
-from swd_lens.solver.spec import AnnealSpec
+from swd_lens.solver.spec import PRESETS, AnnealSpec
 from swd_lens.study.resume import task_fingerprint
 from swd_lens.study.stability_card import MEASURES, OF_NULLS, Stability
 from swd_lens.study.variations import AXES, Base, Setting, Variation, planned

@@ -126,7 +126,15 @@ class Sweep(Record):
             panels.append((literal(task.replace("_", " ")), least, partial(circuit_cost, task=task)))
         figure, axes = new_figure(1, len(panels), width=2.7, height=2.7)
         for ax, (title, label, value) in zip(axes[0], panels, strict=True):
-            self._draw(ax, value)
+            for index, calibration in enumerate(dict.fromkeys(point.calibration for point in self.points)):
+                points = [p for p in self.points if p.calibration == calibration and value(p) is not None]
+                x, y = [p.sparsity for p in points], [value(p) for p in points]
+                look = style(index)
+                ax.plot(x, y, label=calibration, linewidth=1.4, **look)
+                faces = [look["color"] if self.matched(p) else "white" for p in points]
+                ax.scatter(x, y, s=18, facecolors=faces, edgecolors=look["color"], linewidths=1.0, zorder=3)
+            sparsities = sorted({p.sparsity for p in self.points})
+            ax.set_xlim(sparsities[0] - 0.05, sparsities[-1] + 0.05)
             ax.set_title(title, fontsize=10, color=INK)
             ax.set_xlabel("sparsity s", fontsize=9, color=INK)
             ax.set_ylabel(label, fontsize=9, color=INK)
@@ -141,17 +149,6 @@ class Sweep(Record):
         hollow = f"Hollow: |CE delta| above {self.tolerance:g} nats (outside the grey band), circuits not comparable"
         figure.suptitle(hollow, fontsize=8, color=INK)
         return figure
-
-    def _draw(self, ax: Any, value: Callable[[SweepPoint], float | int | None]) -> None:
-        for index, calibration in enumerate(dict.fromkeys(point.calibration for point in self.points)):
-            points = [p for p in self.points if p.calibration == calibration and value(p) is not None]
-            x, y = [p.sparsity for p in points], [value(p) for p in points]
-            look = style(index)
-            ax.plot(x, y, label=calibration, linewidth=1.4, **look)
-            faces = [look["color"] if self.matched(p) else "white" for p in points]
-            ax.scatter(x, y, s=18, facecolors=faces, edgecolors=look["color"], linewidths=1.0, zorder=3)
-        sparsities = sorted({p.sparsity for p in self.points})
-        ax.set_xlim(sparsities[0] - 0.05, sparsities[-1] + 0.05)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values: settings, targets, every point with its fidelity and its curves."""
@@ -256,7 +253,13 @@ def sweep(
         on_step(name)
         used, how = (None, {**solver, "calibration": "zero-data"}) if without else (text, solver)
         factors = factorize(model, sites, sparsity=s, tokens=used, units=units, progress=progress, **how)
-        sizes[name] = factors.edges, factors.n_units, _relative_frobenius(model, factors)
+        # ||W - AB||_F / ||W||_F over the entries of all sites together.
+        host, error, norm = host_of(model), 0.0, 0.0
+        for site in find_sites(model, list(factors)):
+            weight = host.weight(site).double().cpu()
+            error += float((weight - factors[site.name].product().double().cpu()).square().sum())
+            norm += float(weight.square().sum())
+        sizes[name] = factors.edges, factors.n_units, (error / norm) ** 0.5
         return factors
 
     names = {f"{'zero-data' if without else 'calibrated'} s={s:g}": (s, without) for s, without in settings}
@@ -281,11 +284,8 @@ def sweep(
 
 
 def _points(sparsities: Any, zero_data: Any, tokens: Any) -> list[tuple[float, bool]]:
-    """Sparsity, and whether without calibration, of every point.
-
-    Raises:
-        ValueError: none, one twice, or calibration without tokens.
-    """
+    """Sparsity, and whether without calibration, of every point. Raises ValueError: none, one twice, or calibration without
+    tokens."""
     given = {"sparsities": _listed(sparsities), "zero_data": _listed(zero_data)}
     for name, values in given.items():
         if not values or len(set(values)) < len(values):
@@ -299,13 +299,3 @@ def _listed(values: Any) -> list[Any]:
     """List one value or several (an array, too) as Python's own numbers."""
     values = values.tolist() if hasattr(values, "tolist") else values
     return list(values) if isinstance(values, Iterable) else [values]
-
-
-def _relative_frobenius(model: Any, factors: FactorSet) -> float:
-    """||W - AB||_F / ||W||_F over the entries of all sites together."""
-    host, error, norm = host_of(model), 0.0, 0.0
-    for site in find_sites(model, list(factors)):
-        weight = host.weight(site).double().cpu()
-        error += float((weight - factors[site.name].product().double().cpu()).square().sum())
-        norm += float(weight.square().sum())
-    return (error / norm) ** 0.5

@@ -37,15 +37,11 @@ _LEAST = 2  # units of a site: a graph without any does not show the site
 
 @dataclass(frozen=True)
 class NeededSites:
-    """The sites of a host that a task needs.
+    """The sites of a host that a task needs."""
 
-    Attributes:
-        sites: to be factorized, in execution order.
-        outputs: the attention and MLP outputs among them, the most needed first, and the share of the margin each costs
-            (below 0: it works against the task).
-    """
-
-    sites: tuple[str, ...]
+    sites: tuple[str, ...]  # to be factorized, in execution order
+    # the attention and MLP outputs among them, the most needed first, and the share of the margin each costs (below 0: it works
+    # against the task)
     outputs: Mapping[str, float]
 
 
@@ -63,11 +59,8 @@ def screened_outputs(model: Any, task: Task, aligned: Aligned, *, progress: bool
 
 
 def needed_sites(model: Any, screened: Screen) -> NeededSites:
-    """The sites that a graph of a task should have.
-
-    Raises:
-        ValueError: the host does not do the task on these prompts: its mean margin is not positive.
-    """
+    """The sites that a graph of a task should have. Raises ValueError: the host does not do the task on these prompts: its
+    mean margin is not positive."""
     (task,) = screened.tasks.values()
     if task.margin <= 0:
         raise ValueError(

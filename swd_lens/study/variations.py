@@ -21,8 +21,7 @@ from torch import Tensor
 
 from swd_lens.base.errors import quoted
 from swd_lens.factorization.calibration_text import CalibrationText
-from swd_lens.solver.presets import PRESETS
-from swd_lens.solver.spec import AnnealSpec
+from swd_lens.solver.spec import PRESETS, AnnealSpec
 from swd_lens.tasks.split import TaskSplit
 
 # Axis -> what changes along it, as the card says it.
@@ -46,40 +45,24 @@ _LEAST_TEMPLATES = 2
 
 @dataclass(frozen=True)
 class Setting:
-    """Text, prompts and options that one run is made with.
+    """Text, prompts and options that one run is made with."""
 
-    Attributes:
-        rows: (rows, pos) calibration ids.
-        train: training prompts, for scores and means.
-        options: of `swd_lens.factorize`: sparsity, preset, basis, ...
-        refits: whether factors differ from the base's; else the base's are taken.
-    """
-
-    rows: Int[Tensor, "rows pos"]
-    train: TaskSplit
-    options: Mapping[str, Any]
-    refits: bool = True
+    rows: Int[Tensor, "rows pos"]  # (rows, pos) calibration ids
+    train: TaskSplit  # training prompts, for scores and means
+    options: Mapping[str, Any]  # of `swd_lens.factorize`: sparsity, preset, basis, ..
+    refits: bool = True  # whether factors differ from the base's; else the base's are taken
 
 
 @dataclass
 class Base:
-    """The base setting, and what variations draw from.
+    """The base setting, and what variations draw from."""
 
-    Attributes:
-        pool: (rows, pos) all of the calibration text.
-        train: all training prompts.
-        options: of `swd_lens.factorize`, with the basis that the base run was told.
-        n_units: of the base's factors.
-        corpora: name -> (rows, pos) other texts.
-        seed: of all draws.
-    """
-
-    pool: Int[Tensor, "rows pos"]
-    train: TaskSplit
-    options: Mapping[str, Any]
-    n_units: int
-    corpora: Mapping[str, Int[Tensor, "_rows _pos"]]
-    seed: int
+    pool: Int[Tensor, "rows pos"]  # (rows, pos) all of the calibration text
+    train: TaskSplit  # all training prompts
+    options: Mapping[str, Any]  # of `swd_lens.factorize`, with the basis that the base run was told
+    n_units: int  # of the base's factors
+    corpora: Mapping[str, Int[Tensor, "_rows _pos"]]  # name -> (rows, pos) other texts
+    seed: int  # of all draws
     _texts: dict[Any, CalibrationText] = field(default_factory=dict)
 
     @property
@@ -113,14 +96,14 @@ class Base:
         """A random half of the training prompts, in their order."""
         n = len(self.train)
         chosen = torch.randperm(n, generator=self.generator("prompts", draw))[: max(1, n // 2)]
-        return some_of(self.train, chosen.sort().values.tolist())
+        return self.train.at(chosen.sort().values.tolist())
 
     def half_of_templates(self, draw: int) -> TaskSplit:
         """The training prompts of a random half of their templates."""
         names = templates_of(self.train)
         chosen = torch.randperm(len(names), generator=self.generator("templates", draw))[: len(names) // 2].tolist()
         kept = {names[i] for i in chosen}
-        return some_of(self.train, [i for i, e in enumerate(self.train.examples) if e.meta.get("template") in kept])
+        return self.train.at([i for i, e in enumerate(self.train.examples) if e.meta.get("template") in kept])
 
 
 @dataclass(frozen=True)
@@ -240,9 +223,3 @@ def _other_presets(base: Base) -> list[str]:
 def templates_of(split: TaskSplit) -> list[str]:
     """The different templates that prompts name, in order of first use."""
     return list(dict.fromkeys(e.meta["template"] for e in split.examples if "template" in e.meta))
-
-
-def some_of(split: TaskSplit, places: Sequence[int]) -> TaskSplit:
-    """The prompts of a split at these places."""
-    per_prompt = ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")
-    return replace(split, **{name: tuple(of[i] for i in places) if (of := getattr(split, name)) else of for name in per_prompt})

@@ -24,8 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.analysis.audit import WRITES_RESIDUAL, Context, Edges, LogitEffect, TaskRank, UnitCard, top_contexts
-from swd_lens.analysis.audit.passage import beginning_of
-from swd_lens.analysis.audit.vectors import Readout
+from swd_lens.analysis.audit.vectors import Readout, beginning_of
 from swd_lens.base.divergence import kl
 from swd_lens.base.record import checked
 from swd_lens.circuits import Comparison
@@ -99,11 +98,7 @@ class TaskUnit(UnitCard):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TaskUnit":
-        """Read what `as_dict` gave, back from JSON.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is something else.
-        """
+        """Read what `as_dict` gave, back from JSON. Raises KeyError, TypeError, ValueError: it is something else."""
         rest = checked("TaskUnit", values, _CARD)
         parse_unit(rest["unit"])
         task, score, logits = rest.pop("task"), rest.pop("score"), rest.pop("logits")
@@ -180,8 +175,7 @@ def attention_views(model: Any, tasks: Sequence[Task], replacements: Mapping[str
         tasks: one test prompt of each is shown.
         replacements: surface -> (method, its factors).
 
-    Returns:
-        Nothing where the host's forward shows no patterns (hook_pattern).
+    Returns: Nothing where the host's forward shows no patterns (hook_pattern).
     """
     require_no_dropout(model)
     prompts = {task.name: _prompt(task) for task in tasks}

@@ -12,7 +12,7 @@ What is left out is counted, and why.
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,30 +24,22 @@ from swd_lens.base.checks import bounded
 from swd_lens.base.errors import TaskError, visible_token
 from swd_lens.tasks.generators import variants
 from swd_lens.tasks.prompt import decoded
-from swd_lens.tasks.split import TaskExample, TaskSplit
+from swd_lens.tasks.split import PER_PROMPT, TaskExample, TaskSplit
 from swd_lens.tasks.task import Task, TaskBuilder
 
 ANSWER, WRONG = "[answer]", "[wrong answer]"
 _KEYS = ("template", "order")  # of meta
-_OF_ROWS = ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")  # of a split
 _DRAWS = 20  # per prompt that is wanted: names of several tokens make prompts of another length
 
 
 @dataclass(frozen=True)
 class Aligned:
-    """Aligned prompts.
+    """Aligned prompts."""
 
-    Attributes:
-        split: of one length and template.
-        drawn: how many of them are variants of the first one, which the split did not have.
-        left_out: reason -> how many prompts of the split.
-        roles: what each position is called.
-    """
-
-    split: TaskSplit
-    drawn: int
-    left_out: Mapping[str, int]
-    roles: tuple[str, ...]
+    split: TaskSplit  # of one length and template
+    drawn: int  # how many of them are variants of the first one, which the split did not have
+    left_out: Mapping[str, int]  # reason -> how many prompts of the split
+    roles: tuple[str, ...]  # what each position is called
 
     @property
     def tokens(self) -> Int[Tensor, "prompt pos"]:
@@ -73,8 +65,7 @@ def aligned_prompts(model: Any, prompts: Any, n: int = 16, *, like: int | None =
         like: number of an example: the prompts aligned with that one, which comes first. None: the largest group.
         drawn: a group of fewer is filled up with variants of its first prompt, where its family has any.
 
-    Raises:
-        TaskError: the prompts are of another host, n is below 1, or there is no such example.
+    Raises TaskError: the prompts are of another host, n is below 1, or there is no such example.
     """
     split = prompts.train if isinstance(prompts, Task) else prompts
     if not isinstance(split, TaskSplit):
@@ -92,48 +83,13 @@ def aligned_prompts(model: Any, prompts: Any, n: int = 16, *, like: int | None =
         "of another template or order": len(keys) - len(members) - other_length,
         "not needed": max(0, len(members) - n),
     }
-    group = _part(split, members[:n])
+    group = split.at(members[:n])
     added = _variants(model, group, n - len(group)) if drawn and len(group) < n else None
     if added is not None:
-        both = {name: (*getattr(group, name), *getattr(added, name)) for name in _OF_ROWS}
+        both = {name: (*getattr(group, name), *getattr(added, name)) for name in PER_PROMPT}
         group = replace(group, **both)
     kept = {reason: count for reason, count in left_out.items() if count}
-    return Aligned(group, 0 if added is None else len(added), kept, _roles(model, group))
-
-
-def groups_of(split: TaskSplit) -> list[int]:
-    """The first example of every group of aligned prompts: the largest group first, of equal ones the shortest prompts."""
-    keys = [_key(split, i) for i in range(len(split))]
-    sizes = Counter(keys)
-    return [keys.index(key) for key in sorted(sizes, key=lambda key: (-sizes[key], key[0]))]
-
-
-def _key(split: TaskSplit, i: int) -> tuple[Any, ...]:
-    return (len(split.tokens[i]), *(split.examples[i].meta.get(key) for key in _KEYS))
-
-
-def _part(split: TaskSplit, rows: Sequence[int]) -> TaskSplit:
-    columns = {name: getattr(split, name) for name in _OF_ROWS if getattr(split, name)}
-    return replace(split, **{name: tuple(column[i] for i in rows) for name, column in columns.items()})
-
-
-def _variants(model: Any, group: TaskSplit, n: int) -> TaskSplit | None:
-    """Up to n further prompts like the first of a group; None where its family has none."""
-    drawn = list(itertools.islice(variants(group.examples[0]), _DRAWS * n))
-    if not drawn:
-        return None
-    length, known = len(group.tokens[0]), {example.prompt for example in group.examples}
-    collector = TaskBuilder(group.task, model, group.prepend_bos).train
-
-    def fits(example: TaskExample) -> bool:
-        return example.prompt not in known and len(collector.tokenizer.prompt(example.prompt)) == length
-
-    collector.fill((example for example in drawn if fits(example)), n)
-    return collector.finish() if collector.kept else None
-
-
-def _roles(model: Any, group: TaskSplit) -> tuple[str, ...]:
-    """Name the positions. Words count as the same with and without the space before them."""
+    # Name the positions. Words count as the same with and without the space before them.
     sides = {ANSWER: group.answer_ids, WRONG: group.distractor_ids}
     words = {role: [[decoded(model, [token]).strip() for token in ids] for ids in side] for role, side in sides.items()}
     roles = []
@@ -149,4 +105,30 @@ def _roles(model: Any, group: TaskSplit) -> tuple[str, ...]:
             roles.append(visible_token(texts[0]))
         else:
             roles.append(space + (own[0] if own else f"[{Counter(texts).most_common(1)[0][0].strip()} …]"))
-    return tuple(roles)
+    return Aligned(group, 0 if added is None else len(added), kept, tuple(roles))
+
+
+def groups_of(split: TaskSplit) -> list[int]:
+    """The first example of every group of aligned prompts: the largest group first, of equal ones the shortest prompts."""
+    keys = [_key(split, i) for i in range(len(split))]
+    sizes = Counter(keys)
+    return [keys.index(key) for key in sorted(sizes, key=lambda key: (-sizes[key], key[0]))]
+
+
+def _key(split: TaskSplit, i: int) -> tuple[Any, ...]:
+    return (len(split.tokens[i]), *(split.examples[i].meta.get(key) for key in _KEYS))
+
+
+def _variants(model: Any, group: TaskSplit, n: int) -> TaskSplit | None:
+    """Up to n further prompts like the first of a group; None where its family has none."""
+    drawn = list(itertools.islice(variants(group.examples[0]), _DRAWS * n))
+    if not drawn:
+        return None
+    length, known = len(group.tokens[0]), {example.prompt for example in group.examples}
+    collector = TaskBuilder(group.task, model, group.prepend_bos).train
+
+    def fits(example: TaskExample) -> bool:
+        return example.prompt not in known and len(collector.tokenizer.prompt(example.prompt)) == length
+
+    collector.fill((example for example in drawn if fits(example)), n)
+    return collector.finish() if collector.kept else None

@@ -9,10 +9,9 @@
 `Cautions` collects the prompts of a task, and warns once for each of these, naming the first of them.
 """
 
-import warnings
 from typing import Any
 
-from swd_lens.base.errors import TextWarning, callers_level, quoted
+from swd_lens.base.errors import TextWarning, quoted, warn
 from swd_lens.tasks.split import TaskExample
 
 _NAMED = 3  # prompts in a warning
@@ -29,21 +28,15 @@ def warn_of_second_bos(tokenizer: Any, what: str, texts: list[str]) -> None:
     """One TextWarning where texts brought their own BOS, which then got no second one."""
     if texts:
         named, bos = _named(texts, at_end=False), tokenizer.bos_token
-        warnings.warn(
-            TextWarning(
-                f"{what}: {len(texts)} prompts begin with {quoted(bos)}, which this host puts before every prompt; they get "
-                f"no second one: {named}"
-            ),
-            stacklevel=callers_level(),
+        warn(
+            f"{what}: {len(texts)} prompts begin with {quoted(bos)}, which this host puts before every prompt; they get "
+            f"no second one: {named}",
+            TextWarning,
         )
 
 
 class Cautions:
-    """Traps that were found in the prompts of a task.
-
-    Args:
-        tokenizer: a `TaskTokenizer`.
-    """
+    """Traps that were found in the prompts of a task. tokenizer: a `TaskTokenizer`."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -74,11 +67,7 @@ class Cautions:
         return len(alone) == 1 and len(spaced) == 1 and alone != spaced
 
     def warn(self, what: str) -> None:
-        """Warn once for each kind that was found.
-
-        Args:
-            what: whose prompts, for the messages.
-        """
+        """Warn once for each kind that was found. what: whose prompts, for the messages."""
         warn_of_second_bos(self.tokenizer.tokenizer, what, list(self.with_bos))
         messages = []
         if self.with_space:
@@ -100,7 +89,7 @@ class Cautions:
                 "copies does them; put a distractor into the prompt as well"
             )
         for message in messages:
-            warnings.warn(TextWarning(f"{what}: {message}"), stacklevel=callers_level())
+            warn(f"{what}: {message}", TextWarning)
 
 
 def _has_case(character: str) -> bool:

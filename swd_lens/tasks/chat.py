@@ -25,8 +25,7 @@ def chat_text(model: Any, messages: Any, prepend_bos: bool | None = None) -> str
         messages: each a mapping with "role" and "content".
         prepend_bos: whether BOS is put before prompts; None = as the host does it.
 
-    Raises:
-        TokenError: a host without a tokenizer, a tokenizer without a chat template, or messages that its template refuses.
+    Raises TokenError: a host without a tokenizer, a tokenizer without a chat template, or messages that its template refuses.
     """
     if model.tokenizer is None:
         raise TokenError("this host has no tokenizer, so strings cannot be its prompts; pass token ids")

@@ -24,16 +24,11 @@ SPECIAL = "special"
 
 @dataclass(frozen=True, eq=False)
 class Counting:
-    """Which positions count.
+    """Which positions count."""
 
-    Attributes:
-        asked: what was asked for: "special", ids, or None.
-        ids: tokens that are left out, ascending.
-        lengths: (rows,) tokens of text in each row, padding behind them; None where no row is padded.
-    """
-
-    asked: str | tuple[int, ...] | None = None
-    ids: tuple[int, ...] = ()
+    asked: str | tuple[int, ...] | None = None  # what was asked for: "special", ids, or None
+    ids: tuple[int, ...] = ()  # tokens that are left out, ascending
+    # (rows,) tokens of text in each row, padding behind them; None where no row is padded
     lengths: Int[Tensor, " rows"] | None = None
 
     @property
@@ -65,14 +60,8 @@ def predicted(counted: Bool[Tensor, "rows pos"] | None) -> Bool[Tensor, "rows pr
 
 
 def excluded(exclude: Any, model: Any) -> Counting:
-    """The choice of positions that `exclude` asks for.
-
-    Args:
-        exclude: None, "special", or ids of this host.
-
-    Raises:
-        TokenError: another word, no ids, ids outside the vocabulary, or "special" of a host without a tokenizer.
-    """
+    """The choice of positions that `exclude` asks for. exclude: None, "special", or ids of this host. Raises TokenError:
+    another word, no ids, ids outside the vocabulary, or "special" of a host without a tokenizer."""
     if exclude is None:
         return Counting()
     if isinstance(exclude, str):
@@ -99,8 +88,7 @@ def padding_last(tokens: Any, attention_mask: Any, model: Any) -> tuple[Int[Tens
         tokens: (rows, pos) ids; see `as_rows`.
         attention_mask: (rows, pos), as a tokenizer gives it: 1 of text, 0 of padding.
 
-    Raises:
-        TokenError: bad tokens; a mask of another shape or of other values, one with a hole, or a row without text.
+    Raises TokenError: bad tokens; a mask of another shape or of other values, one with a hole, or a row without text.
     """
     rows = as_rows(tokens, model, padded=True)
     try:

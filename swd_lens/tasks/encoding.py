@@ -14,12 +14,11 @@
 
 import functools
 import hashlib
-import warnings
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from swd_lens.base.errors import UnknownWordsWarning, callers_level, quoted
+from swd_lens.base.errors import UnknownWordsWarning, quoted, warn
 from swd_lens.base.machine import is_out_of_memory
 
 _NAMED = 8  # words in a warning
@@ -134,20 +133,14 @@ class UnknownWords:
         return [text[start:end].strip() or text[start:end] for token, (start, end) in spans if token == unknown]
 
     def warn(self, what: str) -> None:
-        """Warn once, naming the words, if there are any.
-
-        Args:
-            what: whose text it is, for the message.
-        """
+        """Warn once, naming the words, if there are any. what: whose text it is, for the message."""
         if self.words:
             named = ", ".join(map(repr, list(self.words)[:_NAMED]))
             more = f" and {len(self.words) - _NAMED} more" if len(self.words) > _NAMED else ""
             unk = self.tokenizer.unk_token
-            warnings.warn(
-                UnknownWordsWarning(
-                    f"{what}: this host's tokenizer does not know {named + more}; it reads {quoted(unk)} there, the same for "
-                    "every such word. Numbers on such a text are not about these words. Use other words, or a host that "
-                    "knows them"
-                ),
-                stacklevel=callers_level(),
+            warn(
+                f"{what}: this host's tokenizer does not know {named + more}; it reads {quoted(unk)} there, the same for "
+                "every such word. Numbers on such a text are not about these words. Use other words, or a host that "
+                "knows them",
+                UnknownWordsWarning,
             )

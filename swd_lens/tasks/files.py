@@ -27,11 +27,8 @@ AUTO_CIRCUIT, EDGE_PRUNING, JSON_LINES = "auto-circuit JSON", "Edge-Pruning fold
 
 
 def find_format(path: Path) -> str:
-    """AUTO_CIRCUIT, EDGE_PRUNING or JSON_LINES.
-
-    Raises:
-        TaskError: a folder that is no DatasetDict (those inside it are named), or an empty file.
-    """
+    """AUTO_CIRCUIT, EDGE_PRUNING or JSON_LINES. Raises TaskError: a folder that is no DatasetDict (those inside it are named),
+    or an empty file."""
     if path.is_dir():
         if (path / "dataset_dict.json").is_file():
             return EDGE_PRUNING
@@ -57,11 +54,8 @@ def find_format(path: Path) -> str:
 
 
 def read_auto_circuit(path: Path) -> list[TaskExample]:
-    """The prompts of an auto-circuit JSON file, in its order, duplicates included.
-
-    Raises:
-        TaskError: not JSON, no "prompts" list, or a prompt without the needed fields (its number is named).
-    """
+    """The prompts of an auto-circuit JSON file, in its order, duplicates included. Raises TaskError: not JSON, no "prompts"
+    list, or a prompt without the needed fields (its number is named)."""
     try:
         prompts = json.loads(path.read_text(encoding="utf-8-sig"))["prompts"]
     except (ValueError, RecursionError, KeyError, TypeError) as cause:
@@ -97,8 +91,7 @@ def read_jsonl(path: Path, *, inclusive: bool = False) -> tuple[list[TaskExample
         path: of the file; empty lines are skipped.
         inclusive: see `read_edge_pruning`.
 
-    Raises:
-        TaskError: a line that is not UTF-8, no JSON object, lacks fields or has a bad value; its number is named.
+    Raises TaskError: a line that is not UTF-8, no JSON object, lacks fields or has a bad value; its number is named.
     """
     examples, dropped = [], Counter[str]()
     with path.open("rb") as file:  # bytes, so that a line that is not text can be named
@@ -187,9 +180,8 @@ def read_edge_pruning(path: Path, *, splits: Sequence[str] | None = None, inclus
             one, and "validation" where there is one.
         inclusive: greater-than: the start year itself counts as wrong (as in auto-circuit's file), not as neither.
 
-    Raises:
-        TaskError: no such folder, neither two nor three splits, a split that is missing (those that are there are named), unknown
-            fields, a bad row.
+    Raises TaskError: no such folder, neither two nor three splits, a split that is missing (those that are there are named),
+    unknown fields, a bad row.
     """
     import datasets  # half a second, so only where it is needed
 
@@ -248,11 +240,7 @@ def _splits(path: Path, task: str, has: list[str], asked: Sequence[str] | None) 
 
 
 def task_of_fields(fields: list[str], where: str) -> str:
-    """Which of Edge-Pruning's tasks a row with these fields belongs to.
-
-    Raises:
-        TaskError: none of them.
-    """
+    """Which of Edge-Pruning's tasks a row with these fields belongs to. Raises TaskError: none of them."""
     for task, needed in FIELDS.items():
         if set(needed) <= set(fields):
             return task
@@ -261,12 +249,8 @@ def task_of_fields(fields: list[str], where: str) -> str:
 
 
 def row_example(task: str, row: Mapping[str, Any], where: str, inclusive: bool = False) -> TaskExample:
-    """One row as an example.
-
-    Raises:
-        TaskError: a value that the task does not allow; `where` and the value are named.
-        Unusable: a row that is in order but cannot be scored.
-    """
+    """One row as an example. Raises TaskError: a value that the task does not allow; `where` and the value are named;
+    Unusable: a row that is in order but cannot be scored."""
     if inclusive and task != "greater_than":
         raise TaskError(f"inclusive=True is about greater-than's start year, but {where} is of {task}")
     for field in FIELDS[task]:
@@ -274,31 +258,23 @@ def row_example(task: str, row: Mapping[str, Any], where: str, inclusive: bool =
             raise TaskError(f"{where}: {quoted(field)} must be text, got {quoted(row[field])}")
     meta = {"family": f"edge_pruning_{task}"}
     if task == "greater_than":
-        return _greater_than(row, where, inclusive, meta)
+        digits = row["digits"]  # text or a number
+        try:
+            year = -1 if isinstance(digits, float) and not digits.is_integer() else int(digits)
+        except (TypeError, ValueError):
+            year = -1
+        if not 0 <= year < 100:
+            shown = reprlib.repr(row["digits"])
+            raise TaskError(f"{where}: 'digits' must be the start year's last two digits (0 to 99), got {shown}")
+        later, earlier = _LATER[year], _EARLIER[year + 1 if inclusive else year]
+        if not later or not earlier:
+            raise Unusable("no year on one side of the start year", f"digits {year:02d}")
+        return TaskExample(row["prefix"], later, earlier, row["corr_prefix"], {**meta, "content": f"{year:02d}"})
     if task == "gendered_pronoun":
         pronoun = row["pronoun"].strip().lower()
         if pronoun not in OTHER_PRONOUN:
             raise TaskError(f"{where}: 'pronoun' must be he or she, got {quoted(row['pronoun'])}")
         return TaskExample(row["prefix"], (f" {pronoun}",), (f" {OTHER_PRONOUN[pronoun]}",), row["corr_prefix"], meta)
-    return _ioi(row, where, meta)
-
-
-def _greater_than(row: Mapping[str, Any], where: str, inclusive: bool, meta: Mapping[str, str]) -> TaskExample:
-    digits = row["digits"]  # text or a number
-    try:
-        year = -1 if isinstance(digits, float) and not digits.is_integer() else int(digits)
-    except (TypeError, ValueError):
-        year = -1
-    if not 0 <= year < 100:
-        shown = reprlib.repr(row["digits"])
-        raise TaskError(f"{where}: 'digits' must be the start year's last two digits (0 to 99), got {shown}")
-    later, earlier = _LATER[year], _EARLIER[year + 1 if inclusive else year]
-    if not later or not earlier:
-        raise Unusable("no year on one side of the start year", f"digits {year:02d}")
-    return TaskExample(row["prefix"], later, earlier, row["corr_prefix"], {**meta, "content": f"{year:02d}"})
-
-
-def _ioi(row: Mapping[str, Any], where: str, meta: Mapping[str, str]) -> TaskExample:
     prompt, _, name = row["ioi_sentences"].strip().rpartition(" ")
     if not prompt:
         raise TaskError(f"{where}: 'ioi_sentences' must end in a name, got {quoted(row['ioi_sentences'])}")

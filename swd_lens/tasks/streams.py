@@ -258,9 +258,8 @@ def as_stream(tokens: Any, model: Any, *, exclude: Any = None, attention_mask: A
         exclude: "special", or ids: their positions do not count (counting.py); None: as the stream has it.
         attention_mask: (rows, pos) of tokens in memory, 0 where they are padding, which does not count either.
 
-    Raises:
-        TokenError: see `swd_lens.tasks.text.as_rows`; an iterator, which can be gone through only once; or see
-            `swd_lens.tasks.counting`.
+    Raises TokenError: see `swd_lens.tasks.text.as_rows`; an iterator, which can be gone through only once; or see
+    `swd_lens.tasks.counting`.
     """
     if attention_mask is not None and isinstance(tokens, TokenStream | Iterator | np.memmap):
         raise TokenError(

@@ -282,8 +282,7 @@ def divided(
         where: names the part in an error.
         kept: so many first examples stay in train, as long as the others are enough.
 
-    Raises:
-        TaskError: there is one prompt only.
+    Raises TaskError: there is one prompt only.
     """
     different = list(dict.fromkeys(example.prompt for example in examples))
     if len(different) < 2:
@@ -314,11 +313,7 @@ def _check_fractions(validation: float | None, test: float) -> None:
 def _three_parts(
     name: str, cases: list[Any], validation_fraction: float | None, test_fraction: float, seed: int
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Train, validation and test of what is shuffled once; none is empty.
-
-    Raises:
-        TaskError: fewer than three cases.
-    """
+    """Train, validation and test of what is shuffled once; none is empty. Raises TaskError: fewer than three cases."""
     n = len(cases)
     if n < 3:
         raise TaskError(f"task {quoted(name)} has {n} prompts; train, validation and test need at least one each")
@@ -352,11 +347,8 @@ def split_of_ids(
 
 
 def _single_ids(model: Any, location: str, role: str, given: Any) -> tuple[int, ...]:
-    """Ids of one prompt's answers or distractors, given as one or several texts or ids.
-
-    Raises:
-        TaskError: none, one that is not one token, or one outside the vocabulary.
-    """
+    """Ids of one prompt's answers or distractors, given as one or several texts or ids. Raises TaskError: none, one that is
+    not one token, or one outside the vocabulary."""
     tokens = given.tolist() if isinstance(given, Tensor) else given
     tokens = list(tokens) if isinstance(tokens, list | tuple) else [tokens]
     ids: list[int] = []
@@ -423,11 +415,7 @@ class TaskBuilder:
         self.validation.fill(validation)
 
     def task(self, source: str, unused: int = 0, dropped: Mapping[str, Counter[str]] | None = None) -> Task:
-        """The task of what was collected.
-
-        Args:
-            dropped: split -> reason -> how many examples were dropped before they came here.
-        """
+        """The task of what was collected. dropped: split -> reason -> how many examples were dropped before they came here."""
         dropped = dropped or {}
         self.tokenizer.unknown.warn(f"task {self.tokenizer.task!r}")
         self.tokenizer.cautions.warn(f"task {self.tokenizer.task!r}")

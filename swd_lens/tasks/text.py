@@ -42,9 +42,8 @@ def as_rows(tokens: Any, model: Any, *, padded: bool = False) -> Int[Tensor, "ro
         model: the host (its cfg gives vocabulary and context length, its tokenizer the pad token).
         padded: rows may be padded; who asks knows where (counting.py).
 
-    Raises:
-        TokenError: not integers, wrong number of axes, empty, an id outside the vocabulary, rows longer than n_ctx, or a row
-            that begins or ends with several pad tokens.
+    Raises TokenError: not integers, wrong number of axes, empty, an id outside the vocabulary, rows longer than n_ctx, or a row
+    that begins or ends with several pad tokens.
     """
     try:
         rows = torch.as_tensor(tokens)
@@ -300,11 +299,7 @@ def pack_text(
 
 
 def split_documents(lines: Iterable[str], documents: str) -> Iterator[str]:
-    """The documents in the lines of a text; "one" gives it whole.
-
-    Raises:
-        TokenError: `documents` is none of `DOCUMENTS`.
-    """
+    """The documents in the lines of a text; "one" gives it whole. Raises TokenError: `documents` is none of `DOCUMENTS`."""
     one_of("documents", documents, DOCUMENTS, TokenError)
     if documents == "articles":
         return articles(lines)
@@ -315,17 +310,9 @@ def split_documents(lines: Iterable[str], documents: str) -> Iterator[str]:
 
 
 def documents_of(source: Any, documents: str = "one") -> tuple[Iterator[tuple[bool, str]], str]:
-    """The texts of a source, lazily, and what to call the source in messages.
-
-    Args:
-        documents: how a file is split, see `load_text`.
-
-    Returns:
-        pairs (whether a new document starts here, text), since a long file comes in several blocks; and a name.
-
-    Raises:
-        TokenError: neither a file, nor a known name, nor an iterable of documents.
-    """
+    """The texts of a source, lazily, and what to call the source in messages. documents: how a file is split, see `load_text`.
+    Returns: pairs (whether a new document starts here, text), since a long file comes in several blocks; and a name. Raises
+    TokenError: neither a file, nor a known name, nor an iterable of documents."""
     if isinstance(source, str | Path) and os.path.isfile(source):  # False, too, for text that is too long for a name
         if documents == "one":
             return _blocks(Path(source)), f"file {Path(source).name}"

@@ -57,11 +57,8 @@ class TaskTokenizer:
         self.side = functools.cache(self._side)
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text.
-
-        Raises:
-            TaskError: the tokenizer cannot read it (a lone surrogate, half of an emoji, is no text).
-        """
+        """The tokens of a text. Raises TaskError: the tokenizer cannot read it (a lone surrogate, half of an emoji, is no
+        text)."""
         try:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         except (TypeError, ValueError) as cause:
@@ -73,11 +70,7 @@ class TaskTokenizer:
         return [self.tokenizer.decode([i]) for i in self.ids(text)]
 
     def prompt(self, text: str, what: str = "prompt") -> Int[Tensor, " _pos"]:
-        """The tokens of a prompt, BOS included.
-
-        Raises:
-            Unusable: nothing to score, or more tokens than the context holds.
-        """
+        """The tokens of a prompt, BOS included. Raises Unusable: nothing to score, or more tokens than the context holds."""
         ids, unusable = self.prompt_ids(text, what)
         if unusable is not None:
             raise unusable
@@ -153,12 +146,8 @@ class Collector:
         self.dropped: Counter[str] = Counter()
 
     def offer(self, example: TaskExample) -> None:
-        """Keep an example, or drop and count it.
-
-        Raises:
-            TaskError: it is unusable and on_bad is "raise", or it asks for two digits in one token of a tokenizer that
-                splits them.
-        """
+        """Keep an example, or drop and count it. Raises TaskError: it is unusable and on_bad is "raise", or it asks for two
+        digits in one token of a tokenizer that splits them."""
         try:
             row = self._tokenize(example)
         except Unusable as why:
@@ -185,14 +174,8 @@ class Collector:
             self.offer(example)
 
     def finish(self, before: Counter[str] | None = None) -> TaskSplit:
-        """The split of what was kept.
-
-        Args:
-            before: what a reader dropped of this split before it got here.
-
-        Raises:
-            TaskError: nothing was kept; the reasons are counted.
-        """
+        """The split of what was kept. before: what a reader dropped of this split before it got here. Raises TaskError:
+        nothing was kept; the reasons are counted."""
         dropped = self.dropped + (before or Counter())
         task, name = self.tokenizer.task, self.split
         if not self.kept and not dropped:

@@ -15,7 +15,6 @@ import math
 import os
 import shutil
 import tempfile
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import callers_level, legible
+from swd_lens.base.errors import legible, warn
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts import Host
 from swd_lens.hosts.recording import record, standing_hooks
@@ -121,11 +120,10 @@ def kept_activations(
     if free >= needed + _LEFT_BYTES or (name is not None and (folder / f"{name}.rows").exists()):
         with suppress(OSError):  # somebody else took the room meanwhile, or a quota forbids it
             return KeptActivations(host, site, rows.rows, folder, name)
-    text = UserWarning(
-        f"activations of the text need {needed / 1000000000.0:.1f} GB of disk, and {free / 1000000000.0:.1f} GB are free "
+    warn(
+        f"activations of the text need {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are free "
         f"in {legible(folder)}; the host runs every batch anew, which takes longer"
     )
-    warnings.warn(text, stacklevel=callers_level())
     return None
 
 

@@ -99,33 +99,19 @@ class Fit(ABC):
 
 @dataclass
 class Engine:
-    """One run, and how far it is.
+    """One run, and how far it is."""
 
-    Attributes:
-        fit: what is trained.
-        rows: training text.
-        rows_per_step: rows of a batch.
-        folder: for log and checkpoints, or None.
-        checkpoint_every: steps between checkpoints.
-        eval_every: steps between evaluations; None = never.
-        log_every: steps between lines of log; the first, the last and those of `keep` always have one.
-        keep: steps after which `fit.keep` is called.
-        processes: where training is shared by several; None = one.
-        step: the last one done.
-        lines: the log so far.
-    """
-
-    fit: Fit
-    rows: Rows
-    rows_per_step: int
-    folder: TrainingFolder | None
-    checkpoint_every: int
-    eval_every: int | None = None
-    log_every: int = 1
-    keep: frozenset[int] = frozenset()
-    processes: Processes | None = None
-    step: int = 0
-    lines: list[dict[str, Any]] = field(default_factory=list)
+    fit: Fit  # what is trained
+    rows: Rows  # training text
+    rows_per_step: int  # rows of a batch
+    folder: TrainingFolder | None  # for log and checkpoints, or None
+    checkpoint_every: int  # steps between checkpoints
+    eval_every: int | None = None  # steps between evaluations; None = never
+    log_every: int = 1  # steps between lines of log; the first, the last and those of `keep` always have one
+    keep: frozenset[int] = frozenset()  # steps after which `fit.keep` is called
+    processes: Processes | None = None  # where training is shared by several; None = one
+    step: int = 0  # the last one done
+    lines: list[dict[str, Any]] = field(default_factory=list)  # the log so far
     _adam: Any = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -223,9 +209,6 @@ class Engine:
                     "exp_avg": first,
                     "exp_avg_sq": second,
                 }
-
-
-# ---------------------------------------------------------------------------------------------- what fits share
 
 
 def autocast(device: torch.device, dtype: str | None) -> AbstractContextManager[Any]:

@@ -33,12 +33,6 @@ from swd_lens.train.rows import Processes, launched
 RUN, LOG, CHECKPOINT = "run.json", "log.jsonl", "checkpoint.safetensors"
 _WHAT = "a training run"
 _KEY = ("checkpoint",)
-_HASHES = {
-    "host_sha256": "the host",
-    "factors_sha256": "the factors",
-    "tokens_sha256": "the tokens",
-    "heldout_sha256": "the held-out tokens",
-}
 
 
 @dataclass(frozen=True)
@@ -68,12 +62,10 @@ class TrainingFolder:
 
     def __init__(self, path: Path, recipe: Mapping[str, Any], call: str, result: Sequence[str]):
         self.path, self.call, self.result = path, call, tuple(result)
-        self._run = CallFile(path, RUN, recipe, what=_WHAT, words=_HASHES)
+        self._run = CallFile(path, RUN, recipe, what=_WHAT)
         self.recipe: dict[str, Any] = self._run.settings
         self._log_digest = hashlib.sha256()
         self._saved = 0
-
-    # ------------------------------------------------------------------ for one call
 
     @contextmanager
     def opened(self, overwrite: bool, n_bytes: int = 0, processes: Processes | None = None) -> Iterator[bool]:
@@ -85,8 +77,7 @@ class TrainingFolder:
             processes: where training is shared by several, the main one holds the folder. None: each process that a launcher
                 started trains for itself; the first has the folder, the others wait for it and find a finished run.
 
-        Yields:
-            bool: whether this very run is finished there.
+        Yields: bool: whether this very run is finished there.
 
         Raises:
             ResumeError: it holds another run, something else, or a finished run whose files have changed.
@@ -118,14 +109,9 @@ class TrainingFolder:
                 finished = processes.agreed(finished)
             yield finished
 
-    # ------------------------------------------------------------------ what is there
-
     def check(self) -> bool:
-        """Whether this very run is finished there; what it wrote at the end is as it was.
-
-        Raises:
-            ResumeError: it holds another run, something else, or other files than were written.
-        """
+        """Whether this very run is finished there; what it wrote at the end is as it was. Raises ResumeError: it holds another
+        run, something else, or other files than were written."""
         run = self._run.read()
         if run is None:
             names = {part for file in self.result for part in (Path(file).parts[0], Path(file).name)}
@@ -140,21 +126,14 @@ class TrainingFolder:
             return bool(run["finished"])
 
     def outcome(self) -> dict[str, Any]:
-        """The result as `end` was given it.
-
-        Raises:
-            ResumeError: the run does not say.
-        """
+        """The result as `end` was given it. Raises ResumeError: the run does not say."""
         run = read_sealed(self._run.path, _WHAT, ResumeError)
         with readable(self._run.path, _WHAT, ResumeError):
             return dict(run["result"])
 
     def checkpoint(self) -> Checkpoint | None:
-        """The state that an interrupted run resumes from; None where it begins.
-
-        Raises:
-            ResumeError: the checkpoint, or the log up to it, is not what was written.
-        """
+        """The state that an interrupted run resumes from; None where it begins. Raises ResumeError: the checkpoint, or the log
+        up to it, is not what was written."""
         path = self.path / CHECKPOINT
         if not path.is_file():
             return None
@@ -183,8 +162,6 @@ class TrainingFolder:
                 lines.append(line)
         return lines
 
-    # ------------------------------------------------------------------ writing
-
     def begin(self, kept: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Begin with this log of a checkpoint's steps; None: anew, whatever was there."""
         if kept is None:
@@ -196,22 +173,14 @@ class TrainingFolder:
         write_text(self.path / LOG, text.decode())
 
     def log(self, entry: Mapping[str, Any]) -> None:
-        """Add a line to the log.
-
-        Raises:
-            OSError: the disk is full; what was written before is kept.
-        """
+        """Add a line to the log. Raises OSError: the disk is full; what was written before is kept."""
         text = _text([entry])
         self._log_digest.update(text)
         with naming(self.path / LOG), open(self.path / LOG, "ab") as file:
             file.write(text)
 
     def save(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Replace the checkpoint; state must hold "step".
-
-        Raises:
-            OSError: the disk is full; the checkpoint before is kept.
-        """
+        """Replace the checkpoint; state must hold "step". Raises OSError: the disk is full; the checkpoint before is kept."""
         with open(self.path / LOG, "ab") as file:
             os.fsync(file.fileno())  # no checkpoint is on the disk without its log
         values = {**state, "log": self._log_digest.hexdigest()}
@@ -225,11 +194,8 @@ class TrainingFolder:
 
 
 def require_possible(out: str | Path | None) -> None:
-    """Refuse, before any work, a folder that cannot be written. One that holds a run may be finished, and read-only.
-
-    Raises:
-        OSError: it is a file, lies below one, or cannot be written.
-    """
+    """Refuse, before any work, a folder that cannot be written. One that holds a run may be finished, and read-only. Raises
+    OSError: it is a file, lies below one, or cannot be written."""
     if out is not None and not (Path(out) / RUN).is_file():
         require_writable(out)
 

@@ -90,28 +90,15 @@ Rows = Shuffled | Streamed
 
 def rows_of(tokens: Any, model: Any, streamed: tuple[type, ...] = (TokenStream, np.memmap, Iterator)) -> Rows:
     """Training or held-out text from whatever a user gave: rows in memory are shuffled by the seed, streams keep their order.
-
-    Args:
-        streamed: the types that are read as streams.
-
-    Raises:
-        TokenError: see `swd_lens.tasks.streams.as_stream`.
-    """
+    streamed: the types that are read as streams. Raises TokenError: see `swd_lens.tasks.streams.as_stream`."""
     if isinstance(tokens, streamed):
         return Streamed(as_stream(tokens, model))
     return Shuffled(as_rows(tokens, model))
 
 
 def rows_for(name: str, n_tokens: int, rows: Rows, *, shortest: int = 1) -> int:
-    """The number of whole rows that make a step's tokens.
-
-    Args:
-        name: of the setting that says how many tokens.
-        shortest: the least length of a row.
-
-    Raises:
-        TrainError: they do not divide, or the text has too few rows, or too short ones.
-    """
+    """The number of whole rows that make a step's tokens. name: of the setting that says how many tokens; shortest: the least
+    length of a row. Raises TrainError: they do not divide, or the text has too few rows, or too short ones."""
     n_rows, left = divmod(n_tokens, rows.row_length)
     if left or n_rows > rows.n_rows or rows.row_length < shortest:
         raise TrainError(
@@ -119,9 +106,6 @@ def rows_for(name: str, n_tokens: int, rows: Rows, *, shortest: int = 1) -> int:
             f"row length ({shortest} or more), and at least as many rows as one step takes"
         )
     return n_rows
-
-
-# ---------------------------------------------------------------------------------------------- processes
 
 
 def launched() -> bool:

@@ -38,7 +38,7 @@ from swd_lens.hosts.recording import record
 from swd_lens.hosts.sites import Site, overlapping
 from swd_lens.hosts.weights import keep_watch
 from swd_lens.units.cache import cover_helpers
-from swd_lens.units.integrity import Offsets, Probe
+from swd_lens.units.integrity import Probe
 from swd_lens.units.match import check_units, dtype_of
 from swd_lens.units.projection import Projection, Watch, projection_of, switched, watch_block
 from swd_lens.units.unit_set import UnitSet
@@ -184,7 +184,17 @@ def attach(model: Any, factors: Any) -> Attachment:
         # 3. The host is this thread's, lists the attachment, and refuses methods that rewrite weights.
         hold_back_interrupts(push)
         hold(host.model, "attach", push)
-        _list_in(host.model, attachment)
+        # Have `detach(model)` find an attachment, until its undo.
+        own = host.model.__dict__
+
+        def forget() -> None:
+            listed = own.get(_STANDING, _Listed())
+            listed[:] = [other for other in listed if other is not attachment]
+            if not listed:
+                own.pop(_STANDING, None)
+
+        attachment._undo.push(forget)
+        own.setdefault(_STANDING, _Listed()).append(attachment)
         host.guard(_WHILE_ATTACHED, push)
         # 4. Swap each site's dense product for a projection.
         of_layer: dict[int, dict[str, Projection]] = {}
@@ -253,20 +263,6 @@ class _Listed(list[Attachment]):
         return _Listed, ()
 
 
-def _list_in(model: Any, attachment: Attachment) -> None:
-    """Have `detach(model)` find an attachment, until its undo."""
-    own = model.__dict__
-
-    def forget() -> None:
-        listed = own.get(_STANDING, _Listed())
-        listed[:] = [other for other in listed if other is not attachment]
-        if not listed:
-            own.pop(_STANDING, None)
-
-    attachment._undo.push(forget)
-    own.setdefault(_STANDING, _Listed()).append(attachment)
-
-
 def require_free(host: Host, sites: Sequence[Site]) -> None:
     """Raises AttachError where one of these sites, or one that shares its weights, is attached already."""
     for site in sites:
@@ -313,26 +309,18 @@ def probe_tokens(rows: Int[Tensor, "rows pos"] | None, d_vocab: int, n_ctx: int)
 
 
 def probe_at(
-    model: Any,
-    site: Site,
-    tokens: list[int],
-    read: Float[Tensor, "d_in unit"],
-    write: Float[Tensor, "unit d_out"],
-    offsets: Offsets | None = None,
+    model: Any, site: Site, tokens: list[int], read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]
 ) -> Probe | None:
     """A probe of two factors: what enters the site on these tokens in the host as it is now; none under dropout."""
     if drops_out(model):
         return None
     run = record(host_of(model), torch.tensor([tokens]), inputs=[site], keep=lambda h: h[0, -1].float().cpu())
-    return Probe.of(run.inputs[site.name], read, write, offsets)
+    return Probe.of(run.inputs[site.name], read, write)
 
 
 def check_probe(units: UnitSet) -> None:
-    """Run the probe of a set that has just been attached as a whole, to a host without dropout, hooks or other units.
-
-    Raises:
-        AttachError: a site does not give the stored z or y, or the stored tokens cannot be run by this host.
-    """
+    """Run the probe of a set that has just been attached as a whole, to a host without dropout, hooks or other units. Raises
+    AttachError: a site does not give the stored z or y, or the stored tokens cannot be run by this host."""
     host, cfg = units.host, units.host.model.cfg
     if "probe_tokens" not in units.provenance or set(units) != set(units.provenance.get("probe_sites", ())):
         return

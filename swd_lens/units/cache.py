@@ -27,11 +27,8 @@ _REPLACED = {"attn_o": ("attn", "W_O"), "mlp_out": ("mlp", "W_out"), "mlp": ("ml
 
 
 class UnitCache(ActivationCache):
-    """An ActivationCache that `run_with_cache` gives while units are attached.
-
-    Attributes:
-        stood: site name -> the projection that computed there in this run.
-    """
+    """An ActivationCache that `run_with_cache` gives while units are attached. stood: site name -> the projection that
+    computed there in this run."""
 
     stood: Mapping[str, Projection]
 
@@ -72,11 +69,8 @@ class UnitCache(ActivationCache):
 
 
 class _HostAsRun:
-    """A model whose blocks show read @ write where units stood; all else is the model's.
-
-    Raises:
-        AttachError: a helper asks for the matrix of units that have none.
-    """
+    """A model whose blocks show read @ write where units stood; all else is the model's. Raises AttachError: a helper asks for
+    the matrix of units that have none."""
 
     def __init__(self, model: Any, stood: Mapping[str, Projection], helper: str):
         self._model, self._stood = model, stood
@@ -128,9 +122,6 @@ def _require_matrix(site: str, projection: Projection, helper: str) -> UnitProje
     return projection
 
 
-# ---------------------------------------------------------------------------------------------- covered methods of the host
-
-
 class _RunWithCache(Shadow):
     """run_with_cache, whose cache knows what is attached."""
 
@@ -178,11 +169,8 @@ def _with_offsets(
 
 
 def cover_helpers(model: Any, projections: Mapping[str, Projection], register: Register) -> None:
-    """Have the host's helpers know these projections, by site name, until the undo.
-
-    Args:
-        register: is given the undo before anything is done; the undo may be called more than once.
-    """
+    """Have the host's helpers know these projections, by site name, until the undo. register: is given the undo before
+    anything is done; the undo may be called more than once."""
 
     def undo() -> None:
         shadow = own_method(model, "run_with_cache")

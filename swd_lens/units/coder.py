@@ -70,27 +70,20 @@ class CoderUnits:
 
     The pair is used as it is, never copied, moved or cast: tensors are cast to its dtype on the way in and back on the way
     out. Its decode gives the whole output, so the site's own bias is not added to it.
-
-    Attributes:
-        coder: an object with encode(x) -> z (..., unit) and decode(z), a function of the position alone.
-        d_in, d_out: the site's widths. 0 where the source alone does not say (an SAE sees one side of the site only):
-            `as_units` fills it in from the site, and until then what depends on it raises AttributeError.
-        n_units: the width of z.
-        reads: "input": encode takes h (a transcoder); "output": encode takes dense(h) (an SAE on that activation).
-        writes: "output": decode gives y; "input": decode gives a reconstruction of h, and y = dense(decode(z)) (an SAE on
-            the site's input, such as attn.hook_z for attn_o).
-        name: what the source calls itself, for printing.
-        provenance: of what and from where (site, hooks, model); plain JSON values.
     """
 
-    coder: Any
+    coder: Any  # an object with encode(x) -> z (..., unit) and decode(z), a function of the position alone
+    # d_in, d_out: the site's widths. 0 where the source alone does not say (an SAE sees one side of the site only): `as_units`
+    # fills it in from the site, and until then what depends on it raises AttributeError.
     d_in: int
     d_out: int
-    n_units: int
-    reads: str = "input"
+    n_units: int  # the width of z
+    reads: str = "input"  # "input": encode takes h (a transcoder); "output": encode takes dense(h) (an SAE on that activation)
+    # "output": decode gives y; "input": decode gives a reconstruction of h, and y = dense(decode(z)) (an SAE on the site's input,
+    # such as attn.hook_z for attn_o)
     writes: str = "output"
-    name: str = "coder"
-    provenance: Mapping[str, Any] = field(default_factory=dict)
+    name: str = "coder"  # what the source calls itself, for printing
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # of what and from where (site, hooks, model); plain JSON values
 
     def __post_init__(self) -> None:
         one_of("reads", self.reads, SIDES, UnitSourceError)

@@ -33,11 +33,7 @@ def ranked(
     factors: Mapping[str, Any], side: str, direction: Any, model: Any, *, n: int | None, by: str, tokens_as: str
 ) -> pd.DataFrame:
     """Rank the valid units of a set by their vectors along a direction; see `FactorSet.writers` for arguments and errors.
-
-    Args:
-        factors: site name -> Factors.
-        side: "write" or "read", the vectors that are compared.
-    """
+    factors: site name -> Factors; side: "write" or "read", the vectors that are compared."""
     sites = [site for site in factors if is_site_name(site) and split_name(site)[1] in _KINDS[side]]
     if not sites:
         raise UnitSourceError(
@@ -78,8 +74,7 @@ def direction_of(direction: Any, model: Any = None, tokens_as: str = "unembeddin
             norm (without its scale): a dot product with a write vector, times the norm's 1 / scale, is the change of that logit
             per unit of z. "embedding": the token's row of W_E.
 
-    Raises:
-        UnitSourceError: tokens without a model, a text that is not one token, or something else.
+    Raises UnitSourceError: tokens without a model, a text that is not one token, or something else.
     """
     one_of("tokens_as", tokens_as, TOKENS_AS, UnitSourceError)
     if isinstance(direction, Tensor) and direction.is_floating_point():
@@ -114,11 +109,8 @@ def direction_of(direction: Any, model: Any = None, tokens_as: str = "unembeddin
 
 
 def _token_id(model: Any, token: str | int) -> int:
-    """The id of a token that was given as text or id.
-
-    Raises:
-        UnitSourceError: an id outside the vocabulary, a text that is not one token, or a text for a host without a tokenizer.
-    """
+    """The id of a token that was given as text or id. Raises UnitSourceError: an id outside the vocabulary, a text that is not
+    one token, or a text for a host without a tokenizer."""
     if isinstance(token, int):
         reason = f"id {token} is outside 0 to {int(model.cfg.d_vocab) - 1}"
         if 0 <= token < int(model.cfg.d_vocab):

@@ -20,6 +20,7 @@ from swd_lens.base.settings import AUTO
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.solver.automatic import automatic_shrinkage
 from swd_lens.solver.metric import Metric, correlations, power_of_two, require_positive
+from swd_lens.solver.shapes import Dense, InputGram, Read, Write
 from swd_lens.solver.validate import check_gram, check_tokens
 from swd_lens.units.factors import Factors
 
@@ -71,11 +72,8 @@ def svd_factors(
 
 
 def _turned(
-    read: Float[Tensor, "d_in unit"],
-    write: Float[Tensor, "unit d_out"],
-    root: Float[Tensor, "d_in d_in"] | None,
-    output_root: Float[Tensor, "d_out d_out"] | None,
-) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
+    read: Read, write: Write, root: InputGram | None, output_root: Float[Tensor, "d_out d_out"] | None
+) -> tuple[Read, Write]:
     """Rewrite the product as A M M^-1 B, with the singular vectors of C A B D as units.
 
     The units of W itself are mixed among themselves and C is never inverted: what the inputs hardly show keeps its place
@@ -96,7 +94,7 @@ def _turned(
     return turned * norms.T, written / norms
 
 
-def _root(gram: Tensor | None, dense: Float[Tensor, "d_in d_out"], tokens: int | None) -> Float[Tensor, "d_in d_in"] | None:
+def _root(gram: Tensor | None, dense: Dense, tokens: int | None) -> InputGram | None:
     """C with C^T C = G as the solver's metric has it (solver/metric.py), up to a factor."""
     if gram is None:
         return None
@@ -111,9 +109,7 @@ def _root(gram: Tensor | None, dense: Float[Tensor, "d_in d_out"], tokens: int |
     return values.sqrt().unsqueeze(1) * vectors.T * metric.scale.T
 
 
-def _output_root(
-    gram: Tensor | None, dense: Float[Tensor, "d_in d_out"], tokens: int | None
-) -> Float[Tensor, "d_out d_out"] | None:
+def _output_root(gram: Tensor | None, dense: Dense, tokens: int | None) -> Float[Tensor, "d_out d_out"] | None:
     """D with D D^T = H as the refit of outputs has it (solver/outputs.py), up to a factor."""
     if gram is None:
         return None
@@ -176,7 +172,7 @@ def neuron_factors(weight: Float[Tensor, "d_in d_out"], side: str = "input") -> 
     return Factors(read, write.clone(), settings, {"solver": "exact.neurons"}, dense)
 
 
-def _finite(weight: Float[Tensor, "d_in d_out"]) -> Float[Tensor, "d_in d_out"]:
+def _finite(weight: Dense) -> Dense:
     if not bool(torch.isfinite(weight).all()):
         i, j = (~torch.isfinite(weight)).nonzero()[0].tolist()
         raise ValueError(f"weight[{i}, {j}] is {float(weight[i, j])}: every entry must be finite")
@@ -188,12 +184,7 @@ def _signs(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return torch.where(values < 0, -1.0, 1.0).to(values.dtype)
 
 
-def _factors(
-    weight: Float[Tensor, "d_in d_out"],
-    read: Float[Tensor, "d_in unit"],
-    write: Float[Tensor, "unit d_out"],
-    settings: dict[str, str | int],
-) -> Factors:
+def _factors(weight: Dense, read: Read, write: Write, settings: dict[str, str | int]) -> Factors:
     settings = {**settings, "edges": "dense", "units": read.shape[1]}
     solver = {"solver": f"exact.{settings['method']}"}
     return Factors(read.float().contiguous(), write.float().contiguous(), settings, solver, weight.detach().float())

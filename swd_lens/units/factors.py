@@ -29,7 +29,7 @@ from swd_lens.base.errors import AttachError, brief, legible, seen
 from swd_lens.base.snapshots import TensorSnapshot, as_normal_tensor, count_nonzeros
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import host_of, sites_of
-from swd_lens.solver.error import relmse_of
+from swd_lens.solver.metric import relmse_of
 from swd_lens.units.directions import ranked
 from swd_lens.units.hub import OnHub
 from swd_lens.units.index import open_folder, write_index, writing_factors
@@ -171,13 +171,6 @@ class Factors:
             ValueError: no weight given and none remembered (factors that were loaded from a file), or the one that was
                 remembered was changed in place since.
         """
-        return relmse_of(self.read, self.write, self._dense(weight), gram, without=without)
-
-    def relative_frobenius(self, weight: Float[Tensor, "d_in d_out"] | None = None) -> float:
-        """||W - AB||_F / ||W||_F."""
-        return self.relmse(None, weight) ** 0.5
-
-    def _dense(self, weight: Float[Tensor, "d_in d_out"] | None) -> Float[Tensor, "d_in d_out"]:
         dense = self.weight if weight is None else weight
         if dense is None:
             raise ValueError(
@@ -189,7 +182,11 @@ class Factors:
                 f"{self.provenance.get('site', 'these factors')}: the dense weight that these factors remember was "
                 "changed in place since they were made; pass the one to compare with: factors.relmse(gram, weight=...)"
             )
-        return dense
+        return relmse_of(self.read, self.write, dense, gram, without=without)
+
+    def relative_frobenius(self, weight: Float[Tensor, "d_in d_out"] | None = None) -> float:
+        """||W - AB||_F / ||W||_F."""
+        return self.relmse(None, weight) ** 0.5
 
     # ------------------------------------------------------------------ other
 

@@ -81,9 +81,6 @@ def load_coders(path: str | Path, *, layers: Iterable[int] | None = None) -> dic
     return dict(sorted(units.items(), key=lambda item: int(item[0].split(".")[1])))
 
 
-# ---------------------------------------------------------------------------------------------- SAELens
-
-
 def _saelens(folder: Path, layers: set[int] | None) -> LoadedCoder | None:
     """The coder of a folder; None where its layer is not asked for."""
     path = folder / _CFG
@@ -123,9 +120,6 @@ def _saelens(folder: Path, layers: set[int] | None) -> LoadedCoder | None:
     )
     sizes = {name: cfg.get(name) for name in ("d_in", "d_sae", *(["d_out"] if transcodes else []))}
     return _coder(folder / _WEIGHTS, architecture, own, weights, sizes, transcodes)
-
-
-# ---------------------------------------------------------------------------------------------- circuit-tracer
 
 
 def _circuit_tracer(folder: Path, layers: set[int] | None) -> Iterable[tuple[Path, LoadedCoder | None]]:
@@ -190,9 +184,6 @@ def _layer_files(folder: Path, listed: Any) -> dict[int, Path]:
             )
         files[int(layer)] = own if own.is_file() else folder / str(address)
     return files
-
-
-# ---------------------------------------------------------------------------------------------- weights
 
 
 def _tensors(path: Path, dtype: str | None) -> dict[str, Tensor]:

@@ -28,16 +28,11 @@ WHAT = "an index of factors"
 _ENTRY = {"file": str, "sha256": str, "d_in": int, "units": int, "d_out": int, "settings": dict, "provenance": dict}
 _ATTEMPTS = 100  # to read a folder in which the index is replaced all the time
 
-# ---------------------------------------------------------------------------------------------- write
-
 
 @contextmanager
 def writing_factors(folder: Path, call: str, n_bytes: int = 0) -> Iterator[None]:
-    """Hold a folder for a call that writes factors there; files that it, or a killed one before it, leaves unnamed go.
-
-    Raises:
-        FolderInUseError, OSError: see `swd_lens.base.writer.writing`.
-    """
+    """Hold a folder for a call that writes factors there; files that it, or a killed one before it, leaves unnamed go. Raises
+    FolderInUseError, OSError: see `swd_lens.base.writer.writing`."""
     require_writable_file(folder / INDEX)
     with writing(folder, call, n_bytes):
         _remove_unnamed(folder, _named_in(folder))
@@ -55,12 +50,8 @@ def clear_remains(folder: Path, call: str) -> None:
 
 
 def write_index(folder: Path, entries: Mapping[str, Mapping[str, Any]], provenance: Mapping[str, Any]) -> None:
-    """Make the folder hold exactly these matrices, in this order.
-
-    Args:
-        entries: site -> what `write_site` returned, with "settings" and "provenance".
-        provenance: of the whole set. Numbers that are not finite become null.
-    """
+    """Make the folder hold exactly these matrices, in this order. entries: site -> what `write_site` returned, with "settings"
+    and "provenance"; provenance: of the whole set. Numbers that are not finite become null."""
     # Made into text first: values that json cannot write must fail before anything is replaced.
     text = json.dumps(seal({"format": FORMAT_VERSION, "provenance": provenance, "sites": entries}), indent=1)
     former = _named_in(folder)
@@ -114,16 +105,10 @@ def _remove_unnamed(folder: Path, named: Collection[str] | None) -> None:
     listed.unlink(missing_ok=True)
 
 
-# ---------------------------------------------------------------------------------------------- read
-
-
 def open_folder(folder: Path) -> tuple[dict[str, Any], dict[str, StoredSite]]:
-    """Provenance and sites of a folder, checked: every file is there, has its hash and is open.
-
-    Raises:
-        FileNotFoundError: no index there.
-        FactorFileError: another format, a damaged index, or a file that is missing or is not the one it was written with.
-    """
+    """Provenance and sites of a folder, checked: every file is there, has its hash and is open. Raises FileNotFoundError: no
+    index there; FactorFileError: another format, a damaged index, or a file that is missing or is not the one it was written
+    with."""
     index, failed_with, attempt = folder / INDEX, None, 0
     while True:
         attempt, version = attempt + 1, None
@@ -156,12 +141,8 @@ def _opened(folder: Path, described: Mapping[str, Any]) -> tuple[dict[str, Any],
 
 
 def entries_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """Site -> its entry in the folder's index ("file", ...), whether the files are there or not.
-
-    Raises:
-        FileNotFoundError: no index there.
-        FactorFileError: another format, or a damaged index.
-    """
+    """Site -> its entry in the folder's index ("file", ...), whether the files are there or not. Raises FileNotFoundError: no
+    index there; FactorFileError: another format, or a damaged index."""
     return _parse(folder)["sites"]
 
 

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base.errors import legible
+from swd_lens.solver.shapes import Dense, Read, Write
 
 # Rows of W that `sketch` and `Probe.of` turn into float64 at a time, in entries: no second matrix of W's size.
 _TILE = 2**22
@@ -48,15 +49,10 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Offsets:
-    """Constants of transported factors: z = h @ read + unit; y = z @ write + bias + out.
+    """Constants of transported factors: z = h @ read + unit; y = z @ write + bias + out."""
 
-    Attributes:
-        unit: (unit,) added to z.
-        out: (d_out,) added to the output, beside the host's own bias.
-    """
-
-    unit: Float[Tensor, " unit"]
-    out: Float[Tensor, " d_out"]
+    unit: Float[Tensor, " unit"]  # (unit,) added to z
+    out: Float[Tensor, " d_out"]  # (d_out,) added to the output, beside the host's own bias
 
     def to(self, device: torch.device | str) -> "Offsets":
         unit, out = self.unit.to(device), self.out.to(device)
@@ -65,37 +61,18 @@ class Offsets:
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """One activation vector that entered the site, what z must be on k units, and what y must be on k outputs.
+    """One activation vector that entered the site, what z must be on k units, and what y must be on k outputs."""
 
-    Attributes:
-        input: (d_in,) the vector h.
-        units: (k,) int64, the units that are looked at, the largest |z| first.
-        z: (k,) h @ read[:, units], plus the offsets of these units where there are any.
-        outputs: (k,) int64, the outputs that are looked at, the largest |y| first.
-        y: (k,) z @ write[:, outputs] over all units, plus the offsets of these outputs where there are any.
-    """
-
-    input: Float[Tensor, " d_in"]
-    units: Int[Tensor, " k"]
-    z: Float[Tensor, " k"]
-    outputs: Int[Tensor, " m"]
-    y: Float[Tensor, " m"]
+    input: Float[Tensor, " d_in"]  # (d_in,) the vector h
+    units: Int[Tensor, " k"]  # (k,) int64, the units that are looked at, the largest |z| first
+    z: Float[Tensor, " k"]  # (k,) h @ read[:, units], plus the offsets of these units where there are any
+    outputs: Int[Tensor, " m"]  # (k,) int64, the outputs that are looked at, the largest |y| first
+    y: Float[Tensor, " m"]  # (k,) z @ write[:, outputs] over all units, plus the offsets of these outputs where there are any
 
     @classmethod
-    def of(
-        cls,
-        h: Float[Tensor, " d_in"],
-        read: Float[Tensor, "d_in unit"],
-        write: Float[Tensor, "unit d_out"],
-        offsets: Offsets | None = None,
-        k: int = 4,
-    ) -> "Probe":
-        """The probe of input h on the k units and the k outputs (all of them, if there are fewer) that it moves most; ties go to
-        the first.
-
-        Raises:
-            ValueError: k is less than 1, or h gives a z or y that is not finite.
-        """
+    def of(cls, h: Float[Tensor, " d_in"], read: Read, write: Write, offsets: Offsets | None = None, k: int = 4) -> "Probe":
+        """The probe of input h on the k units and the k outputs (all of them, if there are fewer) that it moves most; ties go
+        to the first. Raises ValueError: k is less than 1, or h gives a z or y that is not finite."""
         if k < 1:
             raise ValueError(f"a probe looks at k={k} units; give 1 or more")
         h = h.detach().to("cpu", torch.float32)
@@ -109,15 +86,13 @@ class Probe:
         return cls(h.clone(), units, z[units].float(), outputs, y[outputs].float())
 
     def computed(
-        self, read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"], offsets: Offsets | None = None
+        self, read: Read, write: Write, offsets: Offsets | None = None
     ) -> tuple[Float[Tensor, " k"], Float[Tensor, " m"]]:
         """z of the probe's units and y of its outputs by these factors, float64."""
         z = _z(self.input, read, offsets)
         return z[self.units], self._y(z, write, offsets)
 
-    def misfit(
-        self, z: Float[Tensor, " unit"], write: Float[Tensor, "unit d_out"], offsets: Offsets | None = None
-    ) -> tuple[str, float]:
+    def misfit(self, z: Float[Tensor, " unit"], write: Write, offsets: Offsets | None = None) -> tuple[str, float]:
         """("z" or "y", how far it is from what it must be) when a host computed this z of all units; the worse of the two."""
         of_z = _relative(z.cpu()[self.units], self.z)
         # Relative to the terms of the sum: where they cancel, the rounding of a bfloat16 host's z does not.
@@ -126,14 +101,12 @@ class Probe:
         of_y = _relative(self._y(z, write, offsets), self.y, max(float(terms.max()), float(self.y.abs().max())))
         return ("z", of_z) if of_z >= of_y else ("y", of_y)
 
-    def _y(self, z: Float[Tensor, " unit"], write: Float[Tensor, "unit d_out"], offsets: Offsets | None) -> Float[Tensor, " m"]:
+    def _y(self, z: Float[Tensor, " unit"], write: Write, offsets: Offsets | None) -> Float[Tensor, " m"]:
         """(m,) float64 on the CPU: the probe's outputs when this is z."""
         y = z.cpu().double() @ write.detach()[:, self.outputs.to(write.device)].cpu().double()
         return y if offsets is None else y + offsets.out.detach().cpu().double()[self.outputs]
 
-    def error(
-        self, read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"], offsets: Offsets | None = None
-    ) -> float:
+    def error(self, read: Read, write: Write, offsets: Offsets | None = None) -> float:
         """max |computed - expected| / max |expected| of z or of y, the larger of the two; 0.0 where all agree, infinite where
         zeros were expected and something else was computed."""
         z, y = self.computed(read, write, offsets)
@@ -141,11 +114,8 @@ class Probe:
 
 
 def _relative(computed: Float[Tensor, " k"], expected: Float[Tensor, " k"], size: float | None = None) -> float:
-    """max |computed - expected| / size; infinite where something differs from a size of 0, or is not a number.
-
-    Args:
-        size: what differences are relative to; None = max |expected|.
-    """
+    """max |computed - expected| / size; infinite where something differs from a size of 0, or is not a number. size: what
+    differences are relative to; None = max |expected|."""
     difference = float((computed.double() - expected.double()).abs().max())
     size = float(expected.abs().max()) if size is None else size
     if difference != difference or size == 0.0:
@@ -153,7 +123,7 @@ def _relative(computed: Float[Tensor, " k"], expected: Float[Tensor, " k"], size
     return difference / size
 
 
-def _z(h: Float[Tensor, " d_in"], read: Float[Tensor, "d_in unit"], offsets: Offsets | None) -> Float[Tensor, " unit"]:
+def _z(h: Float[Tensor, " d_in"], read: Read, offsets: Offsets | None) -> Float[Tensor, " unit"]:
     """h @ read + offsets.unit, float64 on the CPU."""
     z = _product(h, read)
     return z if offsets is None else z + offsets.unit.detach().cpu().double()
@@ -167,7 +137,7 @@ def _product(vector: Float[Tensor, " rows"], matrix: Float[Tensor, "rows columns
     return total
 
 
-def sketch(weight: Float[Tensor, "d_in d_out"]) -> tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"]]:
+def sketch(weight: Dense) -> tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"]]:
     """Two random projections of W: right (d_in,) = W @ r and left (d_out,) = l @ W; float32, on the CPU.
 
     r (d_out,) and l (d_in,) are standard normal, drawn in this order by a CPU generator seeded with 0; in float64, because
@@ -185,7 +155,7 @@ def sketch(weight: Float[Tensor, "d_in d_out"]) -> tuple[Float[Tensor, " d_in"],
     return right.float(), left.float()
 
 
-def fingerprint(weight: Float[Tensor, "d_in d_out"]) -> str:
+def fingerprint(weight: Dense) -> str:
     """SHA-256 over shape and float32 values of a matrix: factors carry that of the matrix they were made from."""
     data = weight.detach().float().cpu().contiguous()
     digest = hashlib.sha256(str(tuple(data.shape)).encode())
@@ -223,11 +193,8 @@ def to_tensors(origin: Origin | None, offsets: Offsets | None, probe: Probe | No
 
 
 def from_tensors(named: Mapping[str, Tensor], d_in: int, units: int, d_out: int) -> dict[str, Any]:
-    """{"origin": Origin, "offsets": Offsets, "probe": Probe}, those that `to_tensors` named, for factors of this size.
-
-    Raises:
-        ValueError: a tensor is missing or unknown, of another length than the factors ask for, or not finite.
-    """
+    """{"origin": Origin, "offsets": Offsets, "probe": Probe}, those that `to_tensors` named, for factors of this size. Raises
+    ValueError: a tensor is missing or unknown, of another length than the factors ask for, or not finite."""
     known = {f"{part}.{field.name}" for part, kind in _PARTS.items() for field in fields(kind)}
     if unknown := sorted(set(named) - known):
         raise ValueError(f"{legible(', '.join(unknown))} is nothing that this swd_lens knows")

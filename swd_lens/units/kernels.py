@@ -68,8 +68,7 @@ class FactorProduct(nn.Module):
                 attaches units has that watched (projection.py).
             kernel: "auto" (see `choose`), "dense" or "sparse".
 
-        Raises:
-            ValueError: another kernel.
+        Raises ValueError: another kernel.
         """
         super().__init__()
         one_of("kernel", kernel, KERNELS)
@@ -107,17 +106,11 @@ def choose(factor: Float[Tensor, "rows columns"], n_nonzeros: int | None = None)
     return "sparse" if added <= _MOST_ADDED * factor.nbytes else "dense"
 
 
-# ---------------------------------------------------------------------------------------------- dense
-
-
 def _dense(h: Tensor, factor: Tensor, bias: Tensor | None) -> Tensor:
     """One BLAS call, bias included: `h @ factor + bias` passes over y once more (5 to 17 % longer)."""
     flat = h.reshape(-1, h.shape[-1])
     y = flat @ factor if bias is None else torch.addmm(bias, flat, factor)
     return y.view(*h.shape[:-1], factor.shape[1])
-
-
-# ---------------------------------------------------------------------------------------------- sparse
 
 
 class _SparseProduct(torch.autograd.Function):

@@ -19,9 +19,6 @@ from swd_lens.hosts.sites import KINDS, Site, is_site_name, matches, parse_unit,
 _HOOK = re.compile(r"^(?:blocks\.(\d+)\.)?hook_(\w+)_unit$|^(\w+)_unit$")
 
 
-# ---------------------------------------------------------------------------------------------- sites of a set
-
-
 def names_one(key: Any) -> bool:
     """Whether a key is the name of one matrix, whatever a set holds; the others name as many as match."""
     if isinstance(key, Site) or _is_layer_pair(key):
@@ -30,14 +27,8 @@ def names_one(key: Any) -> bool:
 
 
 def sites_of_key(key: Any, available: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Names of a set's sites that a key means, in execution order.
-
-    Args:
-        available: name -> (d_in, d_out) of the sites that the set holds.
-
-    Raises:
-        KeyError: none of them; the message has the nearest names.
-    """
+    """Names of a set's sites that a key means, in execution order. available: name -> (d_in, d_out) of the sites that the set
+    holds. Raises KeyError: none of them; the message has the nearest names."""
     if isinstance(key, str) and key in available:
         return [key]
     sites = [Site(*split_name(name), *shape) for name, shape in available.items() if is_site_name(name)]
@@ -79,9 +70,6 @@ def _without_hook(name: str) -> str:
     return f"blocks.{hook[1]}.{kind}" if hook[1] else kind
 
 
-# ---------------------------------------------------------------------------------------------- units
-
-
 def read_unit(given: Any, sites: Collection[str] = ()) -> tuple[str, int]:
     """Site and index of one unit, in any of the forms of this module.
 
@@ -90,8 +78,7 @@ def read_unit(given: Any, sites: Collection[str] = ()) -> tuple[str, int]:
         sites: names that are known. Their other names (`blocks.8.mlp.W_out/205`, `h.8.mlp.c_proj/205`) are then read, too, and
             a site may be left out where there is one: 205, "205" or "mlp_out/205".
 
-    Raises:
-        ValueError: none of these.
+    Raises ValueError: none of these.
     """
     if _is_row(given):
         given = (given["site"], given["unit"]) if "site" in given and _is_whole(given["unit"]) else given["unit"]
@@ -124,11 +111,7 @@ def read_units(given: Any, sites: Collection[str] = ()) -> list[tuple[str, int]]
 
 
 def single_units(given: Any) -> list[Any]:
-    """Split what was given for units into single units.
-
-    Raises:
-        ValueError: nothing that could be a unit or several.
-    """
+    """Split what was given for units into single units. Raises ValueError: nothing that could be a unit or several."""
     if isinstance(given, pd.DataFrame):
         return given.to_dict("records")
     single = isinstance(given, str | Site) or _is_row(given) or _is_whole(given) or _is_unit_pair(given)

@@ -58,7 +58,16 @@ class LoadedCoder(nn.Module):
 
     def encode(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch unit"]:
         """z of the units."""
-        x = self._normed(x)
+        norm = self.cfg.normalize_activations
+        if norm == "layer_norm":
+            mean = x.mean(dim=-1, keepdim=True)
+            deviation = (x - mean).std(dim=-1, keepdim=True)
+            self._undo = lambda y: y * deviation + mean
+            x = (x - mean) / (deviation + 1e-5)
+        elif norm == "constant_norm_rescale":
+            scale = self.cfg.d_in**0.5 / x.norm(dim=-1, keepdim=True)
+            self._undo = lambda y: y / scale
+            x = x * scale
         if self.cfg.apply_b_dec_to_input:
             x = x - self.b_dec
         if self.architecture == "gated":
@@ -83,16 +92,3 @@ class LoadedCoder(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         return self.decode(self.encode(x))
-
-    def _normed(self, x: Tensor) -> Tensor:
-        norm = self.cfg.normalize_activations
-        if norm == "layer_norm":
-            mean = x.mean(dim=-1, keepdim=True)
-            deviation = (x - mean).std(dim=-1, keepdim=True)
-            self._undo = lambda y: y * deviation + mean
-            return (x - mean) / (deviation + 1e-5)
-        if norm == "constant_norm_rescale":
-            scale = self.cfg.d_in**0.5 / x.norm(dim=-1, keepdim=True)
-            self._undo = lambda y: y / scale
-            return x * scale
-        return x

@@ -116,11 +116,8 @@ def same_input(host: Host, site: Site, origin: Origin | None) -> bool:
 
 
 def check_units(host: Host, site: Site, f: Units) -> None:
-    """Refuse units of another size than the host's matrix, or that were made from another W than it has now.
-
-    Raises:
-        AttachError: see the module's docstring.
-    """
+    """Refuse units of another size than the host's matrix, or that were made from another W than it has now. Raises
+    AttachError: see the module's docstring."""
     if (f.d_in, f.d_out) != (site.d_in, site.d_out):
         raise AttachError(
             f"factors for {site.name} are ({f.d_in}, {f.d_out}), the host's matrix is ({site.d_in}, {site.d_out}): they "
@@ -130,37 +127,29 @@ def check_units(host: Host, site: Site, f: Units) -> None:
 
 
 def check_weights(host: Host, site: Site, f: Units) -> None:
-    """Refuse units that were made from another W than the host has now.
-
-    Raises:
-        AttachError: see the module's docstring.
-    """
+    """Refuse units that were made from another W than the host has now. Raises AttachError: see the module's docstring."""
     if any(key.startswith("needs_") for key in f.provenance):
-        _check_needs(host, site, f.provenance)
+        # Refuse a host without what a SAELens object needs beyond the hook's name (saelens.py).
+        cfg, folded = host.model.cfg, host.processing()["fold_ln"]
+        if f.provenance.get("needs_folded_ln", folded) != folded:
+            needed = f.provenance["needs_folded_ln"]
+            side = "before" if needed else "after"
+            raise AttachError(
+                f"{site.name}: these units read the LayerNorm's output {side} its weight and bias, this host has "
+                f"fold_ln={folded}; load it with fold_ln={needed}"
+            )
+        if f.provenance.get("needs_ungated_mlp") and getattr(cfg, "gated_mlp", False):
+            raise AttachError(
+                f"{site.name}: these units were trained on {f.provenance.get('hook_name')}, which is the gate's output in a "
+                "gated MLP like this host's; they belong to a model without a gate"
+            )
+        if f.provenance.get("needs_no_post_norm") and getattr(cfg, "use_normalization_before_and_after", False):
+            raise AttachError(
+                f"{site.name}: these units were trained on {f.provenance.get('hook_name')}, which this host normalizes once "
+                "more before it is written (use_normalization_before_and_after); they belong to a model without that norm"
+            )
     if not same_weights(host, site, f.provenance) or not same_input(host, site, getattr(f, "origin", None)):
         raise _difference(host, site, f)
-
-
-def _check_needs(host: Host, site: Site, provenance: Mapping[str, Any]) -> None:
-    """Refuse a host without what a SAELens object needs beyond the hook's name (saelens.py)."""
-    cfg, folded = host.model.cfg, host.processing()["fold_ln"]
-    if provenance.get("needs_folded_ln", folded) != folded:
-        needed = provenance["needs_folded_ln"]
-        side = "before" if needed else "after"
-        raise AttachError(
-            f"{site.name}: these units read the LayerNorm's output {side} its weight and bias, this host has "
-            f"fold_ln={folded}; load it with fold_ln={needed}"
-        )
-    if provenance.get("needs_ungated_mlp") and getattr(cfg, "gated_mlp", False):
-        raise AttachError(
-            f"{site.name}: these units were trained on {provenance.get('hook_name')}, which is the gate's output in a "
-            "gated MLP like this host's; they belong to a model without a gate"
-        )
-    if provenance.get("needs_no_post_norm") and getattr(cfg, "use_normalization_before_and_after", False):
-        raise AttachError(
-            f"{site.name}: these units were trained on {provenance.get('hook_name')}, which this host normalizes once "
-            "more before it is written (use_normalization_before_and_after); they belong to a model without that norm"
-        )
 
 
 def _difference(host: Host, site: Site, f: Any) -> Exception:
@@ -213,11 +202,8 @@ def origin_of(host: Host, site: Site, weight: Float[Tensor, "d_in d_out"]) -> Or
 
 
 def transported(host: Host, site: Site, f: Any) -> Any:
-    """Factors (factors.py) of one site, moved to the matrix that the host has now.
-
-    Raises:
-        AttachError: they do not lead to this host's matrix, carry no origin, or were changed in place.
-    """
+    """Factors (factors.py) of one site, moved to the matrix that the host has now. Raises AttachError: they do not lead to
+    this host's matrix, carry no origin, or were changed in place."""
     f.require_unedited(site.name)
     weight, origin = host.weight(site), f.origin
     provenance = {**f.provenance, **described(host, site), "transported_from": f.provenance.get("processing")}
@@ -230,7 +216,19 @@ def transported(host: Host, site: Site, f: Any) -> Any:
         reasons += ["this host has no foldable normalization in front of it"] * (present is None)
         reason = " and ".join(reasons)
         raise AttachError(f"{site.name}: these factors cannot be transported: {reason}; factorize this host")
-    _check_same_matrix(site, origin, present)
+    # Require that both matrices, taken back to before the fold, are the same up to the mean that centring takes out.
+    if site.kind in RESIDUAL_MATRICES:
+        before, now = origin.left, present.left
+    else:
+        before = origin.right if origin.scale is None else origin.scale * origin.right
+        now = present.right if present.scale is None else present.scale * present.right
+    errors = [float((a - b).norm() / b.norm()) for a, b in ((now, before), (now - now.mean(), before - before.mean()))]
+    if min(errors) > _TOLERANCE:
+        raise AttachError(
+            f"the factors of {site.name} do not lead to this host's W: a sketch of it differs by {min(errors):.2g} of its "
+            f"size (allowed {_TOLERANCE:g}), with and without centring. It is another checkpoint, or was trained further: "
+            "factorize it"
+        )
     ones = torch.ones(f.d_in, dtype=torch.float64)
     old, new = (ones if o.scale is None else o.scale.double() for o in (origin, present))
     if bool((new == 0).any()):
@@ -257,22 +255,6 @@ def transported(host: Host, site: Site, f: Any) -> Any:
         provenance=provenance,
         held=None,  # errors and probe hold for what was moved exactly
     )
-
-
-def _check_same_matrix(site: Site, old: Origin, new: Origin) -> None:
-    """Require that both matrices, taken back to before the fold, are the same up to the mean that centring takes out."""
-    if site.kind in RESIDUAL_MATRICES:
-        before, now = old.left, new.left
-    else:
-        before = old.right if old.scale is None else old.scale * old.right
-        now = new.right if new.scale is None else new.scale * new.right
-    errors = [float((a - b).norm() / b.norm()) for a, b in ((now, before), (now - now.mean(), before - before.mean()))]
-    if min(errors) > _TOLERANCE:
-        raise AttachError(
-            f"the factors of {site.name} do not lead to this host's W: a sketch of it differs by {min(errors):.2g} of its "
-            f"size (allowed {_TOLERANCE:g}), with and without centring. It is another checkpoint, or was trained further: "
-            "factorize it"
-        )
 
 
 def _or_zeros(vector: Tensor | None, length: int) -> Float[Tensor, " length"]:

@@ -133,18 +133,12 @@ class Projection(nn.Module):
 
     @abstractmethod
     def local(self, h: Float[Tensor, "*batch d_in"], dense: Callable[[Tensor], Tensor]) -> Float[Tensor, "*batch d_out"]:
-        """Compute the units' own output for this input, also while `bypassed`; no hook sees z.
-
-        Args:
-            dense: the site's own h -> h @ W + bias, for units that read or write beyond it.
-        """
+        """Compute the units' own output for this input, also while `bypassed`; no hook sees z. dense: the site's own h -> h @
+        W + bias, for units that read or write beyond it."""
 
     def show(self, z: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch unit"]:
         """Show z to the hooks and return it as they leave it. Where one looks and gradients are on, z always requires grad.
-
-        Raises:
-            ValueError: a hook gave it another shape.
-        """
+        Raises ValueError: a hook gave it another shape."""
         self.ran = True
         if (self.hook.fwd_hooks or self.hook.bwd_hooks) and torch.is_grad_enabled() and not z.requires_grad:
             z = z.detach().requires_grad_(True)

@@ -69,13 +69,11 @@ def from_saelens(sae: Any) -> dict[str, CoderUnits]:
     With an activation norm at run time (provenance["normalize_activations"]) decode undoes the norm of the latest encode:
     call the two in turn, as `CoderUnits.run` does.
 
-    Returns:
-        One entry, site name -> CoderUnits.
+    Returns: One entry, site name -> CoderUnits.
 
-    Raises:
-        UnitSourceError: no SAELens object; a hook that no site reads or writes; one head; a training SAE; an activation
-            norm that was not folded; head-shaped hook_z; an error term; a skip connection; a forward that is not
-            decode(encode(x)); units that depend on other positions.
+    Raises UnitSourceError: no SAELens object; a hook that no site reads or writes; one head; a training SAE; an activation norm
+    that was not folded; head-shaped hook_z; an error term; a skip connection; a forward that is not decode(encode(x)); units that
+    depend on other positions.
     """
     if not is_saelens(sae):
         raise UnitSourceError(f"{type(sae).__name__} is no SAELens object: it needs encode, decode and cfg.d_sae")
@@ -168,22 +166,7 @@ def _stands_on(sae: Any, name: str) -> tuple[int, tuple[str, ...], tuple[str, st
             f"{name} stands on {' -> '.join(given)}: expected hooks of one block, such as blocks.8.hook_mlp_out"
         )
     below = tuple(dict.fromkeys(match[2] for match in matches if match))
-    _refuse_ambiguous(sae, name, below)
-    if len(below) == 1 and below[0] in _SAE_SITES:
-        stands = _SAE_SITES[below[0]]
-    elif (below[0], below[-1]) in _TRANSCODER_SITES:
-        stands = (_TRANSCODER_SITES[below[0], below[-1]], "input", "output")
-    else:
-        pairs = ", ".join(" -> ".join(pair) for pair in _TRANSCODER_SITES)
-        raise UnitSourceError(
-            f"{name} stands on {' -> '.join(given)}, which is no matrix' input or output (the residual stream is written "
-            f"by many). An SAE can stand on {', '.join(_SAE_SITES)}; a transcoder on {pairs}"
-        )
-    return int(layers.pop() or 0), tuple(given), stands
-
-
-def _refuse_ambiguous(sae: Any, name: str, below: tuple[str, ...]) -> None:
-    """Refuse hook names that SAELens uses for another activation than TransformerLens does."""
+    # Refuse hook names that SAELens uses for another activation than TransformerLens does.
     real_in, real_out = _meta(sae, "hf_hook_name") or "", _meta(sae, "hf_hook_name_out") or ""
     if below[0] == "hook_mlp_in" and not real_in.endswith("layernorm.output"):
         raise UnitSourceError(
@@ -196,6 +179,17 @@ def _refuse_ambiguous(sae: Any, name: str, below: tuple[str, ...]) -> None:
         raise UnitSourceError(
             f"{name} is of {written}: a norm stands between the matrix and that activation, so no matrix writes it"
         )
+    if len(below) == 1 and below[0] in _SAE_SITES:
+        stands = _SAE_SITES[below[0]]
+    elif (below[0], below[-1]) in _TRANSCODER_SITES:
+        stands = (_TRANSCODER_SITES[below[0], below[-1]], "input", "output")
+    else:
+        pairs = ", ".join(" -> ".join(pair) for pair in _TRANSCODER_SITES)
+        raise UnitSourceError(
+            f"{name} stands on {' -> '.join(given)}, which is no matrix' input or output (the residual stream is written "
+            f"by many). An SAE can stand on {', '.join(_SAE_SITES)}; a transcoder on {pairs}"
+        )
+    return int(layers.pop() or 0), tuple(given), stands
 
 
 def _prove(sae: Any, units: CoderUnits) -> None:

@@ -27,17 +27,11 @@ from swd_lens.units.factors import Factors
 @with_torch_defaults
 @dataclass(frozen=True)
 class UnitMatch:
-    """Counterparts of the units of one factorization among those of another.
+    """Counterparts of the units of one factorization among those of another."""
 
-    Attributes:
-        partner: (unit,) the other's unit that each is matched with, -1 where it has none.
-        similarity: (unit,) how alike they are, 0 to 1; 0 without a counterpart.
-        by_number: (unit,) similarity to the other's unit of the same number; 0 where there is none.
-    """
-
-    partner: Int[Tensor, " unit"]
-    similarity: Float[Tensor, " unit"]
-    by_number: Float[Tensor, " unit"]
+    partner: Int[Tensor, " unit"]  # (unit,) the other's unit that each is matched with, -1 where it has none
+    similarity: Float[Tensor, " unit"]  # (unit,) how alike they are, 0 to 1; 0 without a counterpart
+    by_number: Float[Tensor, " unit"]  # (unit,) similarity to the other's unit of the same number; 0 where there is none
 
     def partners(self, units: Iterable[int]) -> list[int]:
         """Counterparts of these units, of those that have one."""
@@ -53,8 +47,7 @@ def unit_similarity(
         units, others: factors of matrices of one shape.
         gram: (d_in, d_in) of the site's inputs, at any scale; None: all directions of inputs count the same.
 
-    Raises:
-        AttachError: matrices of two shapes.
+    Raises AttachError: matrices of two shapes.
     """
     shapes = [(f.d_in, f.d_out) for f in (units, others)]
     if shapes[0] != shapes[1]:
@@ -79,10 +72,7 @@ def unit_similarity(
 
 def match_units(units: Factors, others: Factors, gram: Float[Tensor, "d_in d_in"] | None = None) -> UnitMatch:
     """Pair the units of two factorizations one to one, as alike as can be in all; see `unit_similarity` for the arguments.
-
-    Raises:
-        AttachError: matrices of two shapes.
-    """
+    Raises AttachError: matrices of two shapes."""
     similarity = unit_similarity(units, others, gram)
     own, theirs = (torch.from_numpy(of) for of in linear_sum_assignment(-similarity.numpy()))
     partner = torch.full((units.n_units,), -1, dtype=torch.int64)

@@ -43,13 +43,9 @@ def write_site(
     offsets: Offsets | None,
     probe: Probe | None,
 ) -> dict[str, Any]:
-    """Write one site's file; returns its index entry, without settings and provenance.
-
-    Raises:
-        FactorFileError: a value is not finite (site, factor and entry are named), origin, offsets or probe do not fit the
-            factors, or the probe does not find its z or y (factors were changed after it was made); nothing is written.
-        OSError: the file cannot be written.
-    """
+    """Write one site's file; returns its index entry, without settings and provenance. Raises FactorFileError: a value is not
+    finite (site, factor and entry are named), origin, offsets or probe do not fit the factors, or the probe does not find its
+    z or y (factors were changed after it was made); nothing is written; OSError: the file cannot be written."""
     tensors = to_tensors(origin, offsets, probe)
     try:
         from_tensors(tensors, read.shape[0], read.shape[1], write.shape[1])
@@ -133,11 +129,8 @@ class StoredSite:
         return 1.0 - self.edges / (self.d_in * self.d_out)
 
     def parts(self) -> dict[str, Any]:
-        """The fields that make the site's Factors, by name.
-
-        Raises:
-            FactorFileError: see `dense`; or origin, offsets or probe do not fit, or the probe finds another z or y.
-        """
+        """The fields that make the site's Factors, by name. Raises FactorFileError: see `dense`; or origin, offsets or probe
+        do not fit, or the probe finds another z or y."""
         pair = {f"{part}.{what}" for part in ("read", "write") for what in ("index", "value")}
         with readable(self.path, WHAT, FactorFileError):
             records = {name: self._tensors.get_tensor(name) for name in self._names if name not in pair}
@@ -155,11 +148,8 @@ class StoredSite:
         return {"read": read, "write": write, "settings": self.settings, "provenance": self.provenance, **records}
 
     def dense(self, part: str) -> Float[Tensor, "rows columns"]:
-        """The "read" (d_in, unit) or "write" (unit, d_out) factor, float32, on the CPU.
-
-        Raises:
-            FactorFileError: an index is outside its factor or not in order, or a value is not finite.
-        """
+        """The "read" (d_in, unit) or "write" (unit, d_out) factor, float32, on the CPU. Raises FactorFileError: an index is
+        outside its factor or not in order, or a value is not finite."""
         rows, columns = (self.d_in, self.n_units) if part == "read" else (self.n_units, self.d_out)
         index, value = (self._tensors.get_tensor(f"{part}.{what}") for what in ("index", "value"))
         if len(index):

@@ -117,12 +117,9 @@ class UnitSet(Mapping[str, Units]):
         return units.write if isinstance(units, Factors) else getattr(units, "write_weights", None)
 
     def units_named(self, given: Any) -> list[tuple[str, int]]:
-        """Site and index of named units, see `swd_lens.units.keys`; a site's name or a glob stands for all its units.
-
-        Raises:
-            ValueError: something else. Whether there is a unit of this number the caller looks.
-            UnknownSiteError: a pattern that matches none of these sites.
-        """
+        """Site and index of named units, see `swd_lens.units.keys`; a site's name or a glob stands for all its units. Raises
+        ValueError: something else. Whether there is a unit of this number the caller looks; UnknownSiteError: a pattern that
+        matches none of these sites."""
         named: list[tuple[str, int]] = []
         for each in single_units(given):
             if isinstance(each, Site) or (isinstance(each, str) and "/" not in each and not each.isdecimal()):
@@ -187,11 +184,8 @@ def identities(units: Mapping[str, Units]) -> dict[str, str]:
 
 
 def require_made_for(units: Mapping[str, Units], settings: Mapping[str, Any], what: str) -> None:
-    """Do nothing if `what`, with these settings (of scores, say), was made for exactly these units.
-
-    Raises:
-        ValueError: other sites, other numbers of units, or the same numbers but other factors.
-    """
+    """Do nothing if `what`, with these settings (of scores, say), was made for exactly these units. Raises ValueError: other
+    sites, other numbers of units, or the same numbers but other factors."""
     made_for, sizes = dict(settings.get("units", {})), {site: of_site.n_units for site, of_site in units.items()}
     if made_for and made_for != sizes:
         raise ValueError(
@@ -221,11 +215,8 @@ def _identity(units: Units) -> str:
 
 
 def sources_by_site(given: Any) -> dict[str, Any]:
-    """A dict site name -> unit source, whatever way they were given.
-
-    Raises:
-        AttachError: nothing at all, or a single source that does not know its site.
-    """
+    """A dict site name -> unit source, whatever way they were given. Raises AttachError: nothing at all, or a single source
+    that does not know its site."""
     if not isinstance(given, Mapping):
         known = from_saelens(given) if is_saelens(given) else {}
         site = next(iter(known), None) or getattr(given, "provenance", {}).get("site")
@@ -260,7 +251,24 @@ def as_units(source: Any, site: Site) -> Units:
     if is_saelens(source):
         return _of_site(next(iter(from_saelens(source).values())), site)
     if isinstance(getattr(source, "read", None), Tensor) and isinstance(getattr(source, "write", None), Tensor):
-        return _from_read_write(source, site)
+        read, write = source.read.detach().float(), source.write.detach().float()
+        if read.ndim != 2 or write.ndim != 2 or read.shape[1] != write.shape[0]:
+            raise UnitSourceError(
+                f"read {tuple(read.shape)} and write {tuple(write.shape)} are no pair of factors: expected (d_in, unit) and "
+                "(unit, d_out)"
+            )
+        if (read.shape[0], write.shape[1]) != (site.d_in, site.d_out):
+            raise UnitSourceError(
+                f"read {tuple(read.shape)} and write {tuple(write.shape)} do not fit {site.name}, which is ({site.d_in}, "
+                f"{site.d_out})"
+            )
+        if not (torch.isfinite(read).all() and torch.isfinite(write).all()):
+            raise UnitSourceError(
+                f"read {tuple(read.shape)} and write {tuple(write.shape)} for {site.name} hold values that are not finite; "
+                "mend or leave out their units"
+            )
+        provenance = {**getattr(source, "provenance", {}), "site": site.name}
+        return Factors(read, write, dict(getattr(source, "settings", {})), provenance)
     if has_pair(source):
         return _from_pair(source, site)
     raise TypeError(
@@ -281,27 +289,6 @@ def _of_site(units: CoderUnits, site: Site) -> CoderUnits:
             f"{site.d_out}): it was made for another model"
         )
     return whole
-
-
-def _from_read_write(source: Any, site: Site) -> Factors:
-    read, write = source.read.detach().float(), source.write.detach().float()
-    if read.ndim != 2 or write.ndim != 2 or read.shape[1] != write.shape[0]:
-        raise UnitSourceError(
-            f"read {tuple(read.shape)} and write {tuple(write.shape)} are no pair of factors: expected (d_in, unit) and "
-            "(unit, d_out)"
-        )
-    if (read.shape[0], write.shape[1]) != (site.d_in, site.d_out):
-        raise UnitSourceError(
-            f"read {tuple(read.shape)} and write {tuple(write.shape)} do not fit {site.name}, which is ({site.d_in}, "
-            f"{site.d_out})"
-        )
-    if not (torch.isfinite(read).all() and torch.isfinite(write).all()):
-        raise UnitSourceError(
-            f"read {tuple(read.shape)} and write {tuple(write.shape)} for {site.name} hold values that are not finite; "
-            "mend or leave out their units"
-        )
-    provenance = {**getattr(source, "provenance", {}), "site": site.name}
-    return Factors(read, write, dict(getattr(source, "settings", {})), provenance)
 
 
 def _from_pair(source: Any, site: Site) -> CoderUnits:

@@ -28,8 +28,8 @@ from torch import nn
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.base import errors
+from swd_lens.base.checks import require_names
 from swd_lens.base.errors import callers_level, legible, quoted
-from swd_lens.base.names import require_names
 from swd_lens.base.panels import library
 from swd_lens.base.sealed import read_sealed, read_tensors
 from swd_lens.base.step_cache import StepCache

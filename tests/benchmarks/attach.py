@@ -28,8 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import swd_lens as swd
 from swd_lens.solver.budget import plan_shares
-from swd_lens.solver.presets import DEFAULT_PRESET, PRESETS
-from swd_lens.solver.spec import AnnealSpec
+from swd_lens.solver.spec import DEFAULT_PRESET, PRESETS, AnnealSpec
 from swd_lens.units.kernels import FactorProduct
 
 BATCHES = ((8, 64), (8, 256), (1, 128))

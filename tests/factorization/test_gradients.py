@@ -3,7 +3,7 @@
 import torch
 
 from swd_lens.factorization import gradients
-from swd_lens.factorization.output_grams import collect_output_grams
+from swd_lens.factorization.gradients import collect_output_grams
 from swd_lens.hosts import find_sites
 from swd_lens.tasks.streams import TokenStream
 from tests.factorization.test_output_grams import TOKENS

@@ -16,7 +16,7 @@ from swd_lens.base.divergence import CHUNK_BYTES, Buffers, DensePredictions
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import fused, host_of
 from swd_lens.hosts.fused import fused_attention
-from swd_lens.hosts.prefixes import appended
+from swd_lens.hosts.host import appended
 from swd_lens.hosts.recording import record
 from tests import families
 

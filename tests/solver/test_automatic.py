@@ -7,7 +7,7 @@ from swd_lens.base.errors import SpecError
 from swd_lens.factorization.solve import solve
 from swd_lens.solver import PRESETS, AnnealSpec
 from swd_lens.solver.automatic import MOST_SHRINKAGE, automatic_rho_end
-from swd_lens.solver.presets import resolve
+from swd_lens.solver.spec import resolve
 
 WEIGHT = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
 

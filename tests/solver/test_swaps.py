@@ -9,8 +9,7 @@ from swd_lens.solver import pieces, solve
 from swd_lens.solver.anneal import factorize
 from swd_lens.solver.budget import plan_shares
 from swd_lens.solver.metric import Metric
-from swd_lens.solver.presets import PRESETS
-from swd_lens.solver.spec import AnnealSpec
+from swd_lens.solver.spec import PRESETS, AnnealSpec
 from swd_lens.solver.swaps import filled, swapped
 from tests.benchmarks.planted import Row, error, planted, support_f1
 

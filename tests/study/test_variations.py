@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 import torch
 
-from swd_lens.study.variations import AXES, Base, Variation, planned, some_of, templates_of
+from swd_lens.study.variations import AXES, Base, Variation, planned, templates_of
 from tests.micro import random_split, random_tokens
 
 
@@ -92,7 +92,7 @@ def test_what_cannot_be_varied_is_left_out_and_says_why(base):
 
 def test_some_prompts_of_a_split():
     split = random_split(6)
-    few = some_of(split, [4, 1])
+    few = split.at([4, 1])
     assert len(few) == 2 and few.tokens == (split.tokens[4], split.tokens[1]) and few.answer_ids[0] == split.answer_ids[4]
     assert sum(len(bucket.index) for bucket in few.buckets()) == 2 and not few.corrupt
     assert list(islice((e.prompt for e in few.examples), 2)) == ["prompt 4", "prompt 1"]

@@ -56,7 +56,7 @@ def test_relmse_in_tiles_is_relmse(monkeypatch):
     error = (weight - f.read @ f.write).double()
     by_hand = float((h.double() @ error).square().sum() / (h.double() @ weight.double()).square().sum())
     for tile in (1, 24 * 7, 2**21):  # one column at a time, seven, all
-        monkeypatch.setattr("swd_lens.solver.error._TILE", tile)
+        monkeypatch.setattr("swd_lens.solver.metric._TILE", tile)
         assert f.relmse(gram, weight) == pytest.approx(by_hand, rel=1e-5)
         assert f.relative_frobenius(weight) == pytest.approx(float(error.norm() / weight.norm()), rel=1e-6)
 

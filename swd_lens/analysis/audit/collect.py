@@ -21,10 +21,9 @@ from torch import Tensor
 
 from swd_lens.analysis.audit.contexts import Context, TokenNames, TopPlaces
 from swd_lens.analysis.audit.labels import UnitLabels
-from swd_lens.analysis.audit.passage import N_TOKENS
 from swd_lens.analysis.audit.result import NEIGHBOURS, Audit
 from swd_lens.analysis.audit.statistics import SiteAudit, Statistics
-from swd_lens.analysis.audit.vectors import Readout
+from swd_lens.analysis.audit.vectors import N_TOKENS, Readout
 from swd_lens.base import __version__
 from swd_lens.base.errors import legible
 from swd_lens.base.progress import tqdm
@@ -217,11 +216,8 @@ def top_contexts(
 
 
 def places_per_row(asked: int | None, n: int, stream: TokenStream) -> int:
-    """How many places of a row may stand in a list of n: as asked, or what fills the list, at least one.
-
-    Raises:
-        ValueError: fewer than one.
-    """
+    """How many places of a row may stand in a list of n: as asked, or what fills the list, at least one. Raises ValueError:
+    fewer than one."""
     if asked is not None and asked < 1:
         raise ValueError(f"per_row must be 1 or more, got {asked}")
     return -(-n // stream.n_rows) if asked is None else asked
@@ -234,12 +230,8 @@ def document_ends(model: Any) -> tuple[int, ...]:
 
 
 def select_units(unit_set: UnitSet, units: Any) -> dict[Site, Int[Tensor, " unit"]]:
-    """Site -> indices of the units that are named, ascending, each once; None = all.
-
-    Raises:
-        ValueError: no names, or a unit that the set does not have.
-        UnknownSiteError: a pattern that matches no site of the set.
-    """
+    """Site -> indices of the units that are named, ascending, each once; None = all. Raises ValueError: no names, or a unit
+    that the set does not have; UnknownSiteError: a pattern that matches no site of the set."""
     indices: dict[str, set[int]] = {}
     named = unit_set.units_named("all" if units is None else units)
     if not named:
@@ -305,8 +297,7 @@ def watch(
     Args:
         batch_size: rows per forward; None = about 8,192 tokens.
 
-    Returns:
-        SHA-256 of the tokens, the one that `TokenStream.fingerprint` would take another pass for.
+    Returns: SHA-256 of the tokens, the one that `TokenStream.fingerprint` would take another pass for.
 
     Raises:
         UnsupportedHostError: a site whose units the host's forward never shows.

@@ -46,17 +46,11 @@ class TokenNames:
 
 @dataclass(frozen=True)
 class Context(PlainRecord):
-    """One place where a unit fires.
+    """One place where a unit fires."""
 
-    Attributes:
-        tokens: the token strings of the window.
-        z: the unit's activation on each of them.
-        peak: index in the window of the position that was ranked.
-    """
-
-    tokens: tuple[str, ...]
-    z: tuple[float, ...]
-    peak: int
+    tokens: tuple[str, ...]  # the token strings of the window
+    z: tuple[float, ...]  # the unit's activation on each of them
+    peak: int  # index in the window of the position that was ranked
 
     def __post_init__(self) -> None:
         n, m = len(self.tokens), len(self.z)
@@ -113,8 +107,24 @@ class TopPlaces:
     ) -> None:
         """A batch: its rows count from `first_row`; places that do not count are none, but stand in windows."""
         if not len(self.value):
-            self._start(z)
-        value, pos = self._largest(z, counted)  # (unit, place); the places of a row stand together
+            shape, width = (z.shape[-1], self.n), self.before + 1 + self.after
+            self.value = torch.full(shape, -1.0, device=z.device, dtype=torch.float32)
+            self.row = torch.full(shape, -1, dtype=torch.int64, device=z.device)
+            self.pos, self.document = self.row.clone(), self.row.clone()
+            self.key = torch.full(shape, _NONE, device=z.device, dtype=torch.float32)
+            self.tokens = torch.full((*shape, width), NO_TOKEN, dtype=torch.int32, device=z.device)
+            self.z = torch.zeros(*shape, width, device=z.device, dtype=torch.float32)
+        # |z| and position of each row's largest entries (-1 of one that does not count); of equal ones the earlier position
+        # comes first.
+        size = z.abs()
+        if counted is not None:
+            size = size.masked_fill(~counted[..., None].to(z.device), -1.0)
+        if self.per_row == 1:
+            value, pos = size.max(1, keepdim=True)
+        else:
+            largest = size.sort(dim=1, descending=True, stable=True)
+            value, pos = largest.values[:, : self.per_row], largest.indices[:, : self.per_row]
+        value, pos = value.permute(2, 0, 1).flatten(1), pos.permute(2, 0, 1).flatten(1)
         of_row = torch.arange(pos.shape[1], device=z.device) // (pos.shape[1] // len(rows))
         documents = self._documents(rows).to(z.device)
         document = documents[of_row.expand_as(pos), pos]
@@ -168,19 +178,6 @@ class TopPlaces:
         key = torch.where(behind, _behind(value), value)
         return (key > least).logical_and(value >= 0).any(1).nonzero()[:, 0]
 
-    def _largest(self, z: Float[Tensor, "rows pos unit"], counted: Bool[Tensor, "rows pos"] | None) -> tuple[Tensor, Tensor]:
-        """|z| and position of each row's largest entries (-1 of one that does not count); of equal ones the earlier position
-        comes first."""
-        size = z.abs()
-        if counted is not None:
-            size = size.masked_fill(~counted[..., None].to(z.device), -1.0)
-        if self.per_row == 1:
-            value, pos = size.max(1, keepdim=True)
-        else:
-            largest = size.sort(dim=1, descending=True, stable=True)
-            value, pos = largest.values[:, : self.per_row], largest.indices[:, : self.per_row]
-        return value.permute(2, 0, 1).flatten(1), pos.permute(2, 0, 1).flatten(1)
-
     def contexts(self, unit: int, names: TokenNames, *, n: int | None = None, firing: bool = False) -> list[Context]:
         """The unit's places (the first n of them), largest |z| first; `firing` leaves out rows where it is 0 everywhere."""
         contexts = []
@@ -204,15 +201,6 @@ class TopPlaces:
         for name in ("value", "row", "pos", "tokens", "z", "document", "key"):
             setattr(self, name, getattr(self, name).cpu())
         return self
-
-    def _start(self, z: Tensor) -> None:
-        shape, width = (z.shape[-1], self.n), self.before + 1 + self.after
-        self.value = torch.full(shape, -1.0, device=z.device, dtype=torch.float32)
-        self.row = torch.full(shape, -1, dtype=torch.int64, device=z.device)
-        self.pos, self.document = self.row.clone(), self.row.clone()
-        self.key = torch.full(shape, _NONE, device=z.device, dtype=torch.float32)
-        self.tokens = torch.full((*shape, width), NO_TOKEN, dtype=torch.int32, device=z.device)
-        self.z = torch.zeros(*shape, width, device=z.device, dtype=torch.float32)
 
 
 _NONE = -2.0

@@ -56,11 +56,16 @@ def unit_html(unit: Any, link: Link = lambda unit: None, *, level: int = 2, lege
     facts = [f"{edges.n:,} {verb} edges" for verb, edges in (("read", unit.reads), ("write", unit.writes)) if edges]
     if profile is not None:
         facts += [f"largest |z| {number(unit.peak, signed=False)}", f"{unit.n_tokens:,} tokens of text"]
+    items = []
+    for task, rank in unit.tasks.items():
+        score = f"score {number(rank.score)} logits" if rank.score else "score 0: it contributes nothing to this margin"
+        of = "" if rank.of is None else f" of {rank.of:,}"
+        items.append(f"<b>{_plain(task.replace('_', ' '))}</b> rank {rank.rank:,}{of}, {score}")
     pieces = [
         _heading(level, "name", heading),
         f'<p class="soft">{_plain(remark)}</p>' if remark else "",
         f'<p class="soft">{" · ".join(facts)}</p>',
-        _tasks(unit.tasks),
+        f"<p>{'; '.join(items)}</p>" if items else "",
     ]
     effect = _logits(unit, level + 1, legends)
     if profile is None:
@@ -144,15 +149,6 @@ def _plain(text: str) -> str:
 
 def _heading(level: int, kind: str, html: str) -> str:
     return f'<h{level} class="{kind}">{html}</h{level}>'
-
-
-def _tasks(tasks: Mapping[str, Any]) -> str:
-    items = []
-    for task, rank in tasks.items():
-        score = f"score {number(rank.score)} logits" if rank.score else "score 0: it contributes nothing to this margin"
-        of = "" if rank.of is None else f" of {rank.of:,}"
-        items.append(f"<b>{_plain(task.replace('_', ' '))}</b> rank {rank.rank:,}{of}, {score}")
-    return f"<p>{'; '.join(items)}</p>" if items else ""
 
 
 def _contexts(contexts: Sequence[Context], level: int, legend: bool) -> str:
@@ -244,8 +240,7 @@ def draw_layers(ranked: pd.DataFrame, task: str, promoted: Mapping[str, str]):
         task: for the title.
         promoted: unit -> the tokens that it promotes, which stand where there is no label.
 
-    Returns:
-        A matplotlib Figure: one column per layer, units as boxes from best (top) down; colour says how high a unit ranks.
+    Returns: A matplotlib Figure: one column per layer, units as boxes from best (top) down; colour says how high a unit ranks.
     """
     rows = ranked.to_dict("records")
     layers = {layer: [row for row in rows if row["layer"] == layer] for layer in dict.fromkeys(ranked["layer"])}

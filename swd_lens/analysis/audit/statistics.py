@@ -26,15 +26,10 @@ DENSE = 0.1  # share of the largest |z| above which a unit counts as active
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """Tokens by z.
+    """Tokens by z."""
 
-    Attributes:
-        width: of a bin, a power of two.
-        counts: (bins,) tokens; bin i holds width * (i - bins / 2) <= z < width * (i + 1 - bins / 2).
-    """
-
-    width: float
-    counts: Int[Tensor, " bins"]
+    width: float  # of a bin, a power of two
+    counts: Int[Tensor, " bins"]  # (bins,) tokens; bin i holds width * (i - bins / 2) <= z < width * (i + 1 - bins / 2)
 
     @property
     def edges(self) -> Float[Tensor, " edges"]:
@@ -45,27 +40,18 @@ class Histogram:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class SiteAudit:
-    """The audited units of one site, column by column.
+    """The audited units of one site, column by column."""
 
-    Attributes:
-        units: (unit,) their indices in the site.
-        places: where each fires most.
-        special_peaks: (unit,) share of these places that lie on special tokens.
-        mean, sd, smallest, largest, density: (unit,) of z, see `UnitProfile`.
-        histograms: one per unit.
-        coactive, correlation: (unit, neighbour) indices in the site and correlations of z.
-    """
-
-    units: Int[Tensor, " unit"]
-    places: TopPlaces
-    special_peaks: Float[Tensor, " unit"]
-    mean: Float[Tensor, " unit"]
+    units: Int[Tensor, " unit"]  # (unit,) their indices in the site
+    places: TopPlaces  # where each fires most
+    special_peaks: Float[Tensor, " unit"]  # (unit,) share of these places that lie on special tokens
+    mean: Float[Tensor, " unit"]  # mean, sd, smallest, largest, density: (unit,) of z, see `UnitProfile`
     sd: Float[Tensor, " unit"]
     smallest: Float[Tensor, " unit"]
     largest: Float[Tensor, " unit"]
     density: Float[Tensor, " unit"]
-    histograms: tuple[Histogram, ...]
-    coactive: Int[Tensor, "unit _neighbour"]
+    histograms: tuple[Histogram, ...]  # one per unit
+    coactive: Int[Tensor, "unit _neighbour"]  # coactive, correlation: (unit, neighbour) indices in the site and correlations of z
     correlation: Float[Tensor, "unit _neighbour"]
 
     @cached_property

@@ -5,8 +5,8 @@
 2. `Ends` names the coordinates of a site's input and output; `edges_of` lists the strongest edges of a vector under these names.
 3. `nearest_writes`: the units of a site that write in nearly the same direction.
 4. `Readout`: which tokens a write vector promotes and suppresses. The vector goes through the norms between its site and the
-   unembedding (passage.py), their scales held at their mean over a text. Times the unembedding, less the mean over the
-   vocabulary, that is the mean change of each token's centred logit per unit of z.
+   unembedding (a linear `Passage`), their scales, by the norms' own formula, held at their mean over a text. Times the
+   unembedding, less the mean over the vocabulary, that is the mean change of each token's centred logit per unit of z.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,13 +19,68 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.analysis.audit.contexts import TokenNames
-from swd_lens.analysis.audit.passage import beginning_of, passages
 from swd_lens.base.record import PlainRecord
-from swd_lens.hosts import host_of, sites_of
+from swd_lens.hosts import Host, host_of, sites_of
+from swd_lens.hosts.families import facts_of
+from swd_lens.hosts.held import inverse_scale, norms_behind
 from swd_lens.hosts.sites import WRITES_RESIDUAL, Site, Span, split_name
-from swd_lens.tasks.streams import as_stream
+from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.factors import Factors
+
+N_TOKENS = 8_192  # of the text, from its beginning
+_AT_ONCE = 2_048  # tokens of a forward
+
+
+@dataclass(frozen=True)
+class Passage:
+    """From a site's output to what the unembedding reads."""
+
+    # (d_model,) of each norm on the way, None where it is one (or folded into the next matrix)
+    weights: tuple[Float[Tensor, " d_model"] | None, ...]
+    centred: bool  # whether these norms take the mean out
+    inverse: float  # mean over positions of 1 / scale, of both norms together
+
+    def carry(self, write: Float[Tensor, "some d_model"]) -> Float[Tensor, "some d_model"]:
+        """Write vectors as the unembedding reads them."""
+        for weight in self.weights:
+            write = write - write.mean(1, keepdim=True) if self.centred else write
+            write = write if weight is None else write * weight.to(write)
+        return write * self.inverse
+
+
+def beginning_of(stream: TokenStream) -> tuple[Int[Tensor, "rows pos"], Bool[Tensor, "rows pos"] | None]:
+    """The first rows of a text, N_TOKENS tokens or one row, and which of their positions count."""
+    rows = next(iter(stream.batches(max(1, N_TOKENS // stream.row_length))))
+    return rows, stream.counted(rows, 0)
+
+
+def passages(
+    host: Host, sites: Iterable[Site], rows: Int[Tensor, "rows pos"], counted: Bool[Tensor, "rows pos"] | None
+) -> dict[str, Passage]:
+    """Site -> its passage, of those that write to the residual stream; the rows run once, without their logits. counted:
+    positions that scales are averaged over; None: all. Raises UnsupportedHostError: the host has no next-token logits."""
+    final_weight, _ = host.readout()
+    writing = [site for site in sites if site.kind in WRITES_RESIDUAL]
+    behind = {site: norm for site in writing if (norm := host.norm_behind(site)) is not None}
+    facts, final_parts = facts_of(host.model), []
+    parts: dict[str, list[Tensor]] = {site.name: [] for site in behind}
+    with torch.no_grad():
+        for part in rows.split(max(1, _AT_ONCE // rows.shape[1])):
+            with norms_behind(host, list(behind)) as seen:
+                stream = host.residual(part, len(host.model.blocks))
+            final_parts.append(inverse_scale(facts, stream).cpu())  # 1 where the host has no final norm
+            for site, (x, _) in seen.items():
+                parts[site].append(inverse_scale(facts, x).cpu().reshape(-1, rows.shape[1]))
+    final_inverse, inverse = torch.cat(final_parts), {site: torch.cat(of_site) for site, of_site in parts.items()}
+    by_site = {}
+    for site in writing:
+        both = final_inverse * inverse[site.name] if site in behind else final_inverse
+        mean = float(both.mean() if counted is None else both[counted].mean())
+        first = [host.norm_affine(behind[site]).scale] if site in behind else []
+        by_site[site.name] = Passage((*first, final_weight), facts.norm == "layer", mean)
+    return by_site
+
 
 _BLOCK = 512  # rows of a cosine matrix at a time
 _LOGITS_AT_ONCE = 2**22
@@ -45,9 +100,6 @@ def write_vectors(units: Units) -> Float[Tensor, "unit d_out"] | None:
         return units.write.detach().cpu()
     weights = units.write_weights if isinstance(units, CoderUnits) and units.writes == "output" else None
     return None if weights is None else weights.detach().float().cpu()
-
-
-# ------------------------------------------------------------------ edges
 
 
 @dataclass(frozen=True)
@@ -84,9 +136,6 @@ def edges_of(vector: Float[Tensor, " d"], spans: Sequence[Span], n: int = 10) ->
     return Edges(len(ends), tuple(zip(names, vector[order].tolist(), strict=True)), heads)
 
 
-# ------------------------------------------------------------------ neighbours
-
-
 def nearest_writes(write: Float[Tensor, "unit d_out"], k: int) -> tuple[Int[Tensor, "unit _k"], Float[Tensor, "unit _k"]]:
     """Per unit the k others of largest |cosine| between write vectors, and the cosines; dead units have cosine 0."""
     unit = write / write.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
@@ -103,9 +152,6 @@ def strongest_others(values: Float[Tensor, "some unit"], own: Int[Tensor, " some
     """Columns of the k largest |value| per row, the row's own column left out."""
     size = values.abs().scatter(1, own[:, None], -1.0)
     return size.sort(dim=1, descending=True, stable=True).indices[:, : min(k, values.shape[1] - 1)]
-
-
-# ------------------------------------------------------------------ logits
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,21 @@ class EditComparison:
                 linewidth=1.4,
                 **style(index),
             )
-            _label_ends(ax, line, of, style(index)["color"])
+            # The requested shift beside the outermost points; those in between follow by counting.
+            color = style(index)["color"]
+            shifts = line["requested shift"]
+            for end in {shifts.idxmin(), shifts.idxmax()}:
+                if shifts[end] == 0:
+                    continue
+                ax.annotate(
+                    f"{shifts[end]:+g}",
+                    (line[of][end], line["margin change"][end]),
+                    xytext=(6, 0),
+                    textcoords="offset points",
+                    fontsize=7,
+                    va="center",
+                    color=color,
+                )
         _kl_axis(ax, self.rows[of])
         ax.margins(y=0.12)
         answer, foil = visible_token(self.target.answer), visible_token(self.target.foil)
@@ -234,23 +248,6 @@ def _interpolated(rows: pd.DataFrame, change: float, of: str) -> float:
     return float(np.interp(abs(change), reached[order], roots[order]) ** 2)
 
 
-def _label_ends(ax: Any, line: pd.DataFrame, of: str, color: str) -> None:
-    """The requested shift beside the outermost points; those in between follow by counting."""
-    shifts = line["requested shift"]
-    for end in {shifts.idxmin(), shifts.idxmax()}:
-        if shifts[end] == 0:
-            continue
-        ax.annotate(
-            f"{shifts[end]:+g}",
-            (line[of][end], line["margin change"][end]),
-            xytext=(6, 0),
-            textcoords="offset points",
-            fontsize=7,
-            va="center",
-            color=color,
-        )
-
-
 def _kl_axis(ax: Any, values: Sequence[float] | pd.Series) -> None:
     """A log axis with 0 on it: ticks at 0 and at powers of ten."""
     positive = [float(value) for value in values if value > 0]
@@ -301,8 +298,7 @@ def lora_edits(
         shifts: in logits of the final margin.
         learning_rate: the paper's 0.08 is a large one; smaller ones leave more of the model as it was.
 
-    Raises:
-        AttachError: units are attached at the site.
+    Raises AttachError: units are attached at the site.
     """
     host = host_of(model)
     require_free(host, [site])

@@ -238,7 +238,18 @@ class Edit:
         if self.factors is None:
             site = sites_of(host, self.site)[0]
             require_free(host, [site])
-            self._require_weight(host, site)
+            shape = (self.delta.read.shape[0], self.delta.write.shape[1])
+            if shape != (site.d_in, site.d_out):
+                raise EditError(
+                    f"this edit of {site.name} is {shape}, the host's matrix is ({site.d_in}, {site.d_out}): it belongs to "
+                    "another model"
+                )
+            if not same_weights(host, site, self.settings):
+                raise EditError(
+                    f"this edit of {site.name} was made for another W than this host has now. Either another edit (or this "
+                    "one) is applied already, which edit.undo() takes out, or it is another checkpoint or another weight "
+                    "processing: make the edit on this host"
+                )
             return host
         units = UnitSet.of(host, self.factors)
         require_free(host, units.sites)
@@ -325,20 +336,6 @@ class Edit:
 
     def _forget(self, standing: _Overwritten | _AttachedFactors) -> None:
         self._standing[:] = [other for other in self._standing if other is not standing]
-
-    def _require_weight(self, host: Host, site: Site) -> None:
-        shape = (self.delta.read.shape[0], self.delta.write.shape[1])
-        if shape != (site.d_in, site.d_out):
-            raise EditError(
-                f"this edit of {site.name} is {shape}, the host's matrix is ({site.d_in}, {site.d_out}): it belongs to "
-                "another model"
-            )
-        if not same_weights(host, site, self.settings):
-            raise EditError(
-                f"this edit of {site.name} was made for another W than this host has now. Either another edit (or this "
-                "one) is applied already, which edit.undo() takes out, or it is another checkpoint or another weight "
-                "processing: make the edit on this host"
-            )
 
     # ------------------------------------------------------------------ files and export
 

@@ -180,7 +180,14 @@ def measure(
     if stream is not None and stream.row_length < 2:
         raise TokenError("KL on text needs rows of at least two tokens: each position predicts the next")
     with torch.no_grad():
-        before, after = _margins(host, edits)
+        # Margins of the edits' own prompts, before and under each.
+        before, after = [0.0] * len(edits), [0.0] * len(edits)
+        for members in _groups(edits, by_prompt=True):
+            target = edits[members[0]].target
+            runs = (logits[0].double() for logits in _runs(host, [edits[i] for i in members], target.tokens[None]))
+            first, *later = (float(logits[target.answer_id] - logits[target.foil_id]) for logits in runs)
+            for i, margin in zip(members, later, strict=True):
+                before[i], after[i] = first, margin
         kl_prompts = _prompts(host, edits, rows, batch_size, progress)
         kl_text, n = _text(host, edits, stream, batch_size, progress)
     measurement = {"n_prompts": len(read), "n_text_predictions": n, "swd_lens": __version__, **standing_hooks(model)}
@@ -198,18 +205,6 @@ def measure(
         )
         for i, edit in enumerate(edits)
     ]
-
-
-def _margins(host: Host, edits: Sequence[Edit]) -> tuple[list[float], list[float]]:
-    """Margins of the edits' own prompts, before and under each."""
-    before, after = [0.0] * len(edits), [0.0] * len(edits)
-    for members in _groups(edits, by_prompt=True):
-        target = edits[members[0]].target
-        runs = (logits[0].double() for logits in _runs(host, [edits[i] for i in members], target.tokens[None]))
-        first, *later = (float(logits[target.answer_id] - logits[target.foil_id]) for logits in runs)
-        for i, margin in zip(members, later, strict=True):
-            before[i], after[i] = first, margin
-    return before, after
 
 
 def _prompts(

@@ -15,10 +15,9 @@ import pandas as pd
 import torch
 
 from swd_lens.base import __version__
-from swd_lens.base.checks import bounded
+from swd_lens.base.checks import bounded, require_names
 from swd_lens.base.errors import legible
 from swd_lens.base.figures import INK, heatmap, new_figure
-from swd_lens.base.names import require_names
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import SavedRecord
 from swd_lens.base.surroundings import with_torch_defaults
@@ -147,7 +146,14 @@ def localize(
     scores = {task.name: attribute(model, own, task, dense=dense, **attribution) for task in bar}
     chosen = _chosen(scores, units)
     edits = {name: Circuit.of(own, scores[name], of).units for name, of in chosen.items()}
-    edits |= _random_edits(own, max(map(len, edits.values())), random, seed)
+    # Sets of random units that read and write.
+    size = max(map(len, edits.values()))
+    valid = [(site, unit) for site, edges in own.active_edges.items() for unit in edges.nonzero()[:, 0].tolist()]
+    if len(valid) < size:
+        raise ValueError(f"an edit changes {size} units, and only {len(valid)} read and write: no random ones can be drawn")
+    generator = torch.Generator().manual_seed(seed)
+    draws = [torch.randperm(len(valid), generator=generator)[:size].tolist() for _ in range(random)]
+    edits |= {f"random {i}": tuple(valid[place] for place in places) for i, places in enumerate(draws)}
     rows, margins = [], {}
     for task in tasks:
         margins[task.name] = float(Outcome.of_host(host_of(model), task.test, 256).q)
@@ -173,13 +179,3 @@ def _chosen(scores: Mapping[str, UnitScores], units: int | Mapping[str, Any]) ->
         return {name: read_units(units[name], of_task.scores) for name, of_task in scores.items()}
     bounded("units", units, 1, min(of_task.n_units for of_task in scores.values()))
     return {name: of_task.ranking()[:units] for name, of_task in scores.items()}
-
-
-def _random_edits(units: UnitSet, size: int, n: int, seed: int) -> dict[str, tuple[tuple[str, int], ...]]:
-    """Sets of random units that read and write."""
-    valid = [(site, unit) for site, edges in units.active_edges.items() for unit in edges.nonzero()[:, 0].tolist()]
-    if len(valid) < size:
-        raise ValueError(f"an edit changes {size} units, and only {len(valid)} read and write: no random ones can be drawn")
-    generator = torch.Generator().manual_seed(seed)
-    draws = [torch.randperm(len(valid), generator=generator)[:size].tolist() for _ in range(n)]
-    return {f"random {i}": tuple(valid[place] for place in places) for i, places in enumerate(draws)}

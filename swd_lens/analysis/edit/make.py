@@ -130,8 +130,7 @@ def random_unit(f: Factors, target: Target, *, seed: int = RANDOM_SEED, but: int
         seed: of the draw (paper: 17).
         but: a unit that is not drawn (the edited one); it counts for the percentiles.
 
-    Raises:
-        EditError: no unit lies in between.
+    Raises EditError: no unit lies in between.
     """
     z = (target.input.double() @ f.read.double().cpu()).abs()
     valid = f.valid_units.cpu()
@@ -157,11 +156,9 @@ def calibrated(
         what: whose read vector it is, for the message.
         offset: a constant that is part of the unit's z.
 
-    Returns:
-        dW, and {"alpha": ..., "z": h* read + offset}.
+    Returns: dW, and {"alpha": ..., "z": h* read + offset}.
 
-    Raises:
-        EditError: z is nothing but rounding.
+    Raises EditError: z is nothing but rounding.
     """
     h, d, read = target.input.double(), target.direction.double(), read.detach().float().cpu()
     z = float(h @ read.double()) + offset
@@ -209,12 +206,8 @@ def _changed(factors: FactorSet, name: str, index: int, delta: Delta) -> FactorS
 
 
 def factor_set(factors: Any) -> FactorSet:
-    """Factors of any form as a set.
-
-    Raises:
-        EditError: something else than Factors at a site (a transcoder has no read vector of a unit of W).
-        AttachError: one Factors that does not know its site, or none at all.
-    """
+    """Factors of any form as a set. Raises EditError: something else than Factors at a site (a transcoder has no read vector
+    of a unit of W); AttachError: one Factors that does not know its site, or none at all."""
     if isinstance(factors, FactorSet):
         return factors
     sources = sources_by_site(factors)
@@ -225,13 +218,9 @@ def factor_set(factors: Any) -> FactorSet:
 
 
 def unit_of(host: Host, factors: Mapping[str, Factors], unit: Any) -> tuple[Site, int]:
-    """A unit's site and index.
-
-    Raises:
-        ValueError: (EditError) a site of which there are no factors, no such unit, an invalid unit, or a site that does not
-            write to the residual stream; or not a unit's name.
-        AttachError: units are attached at the site, or the factors are not this host's.
-    """
+    """A unit's site and index. Raises ValueError: (EditError) a site of which there are no factors, no such unit, an invalid
+    unit, or a site that does not write to the residual stream; or not a unit's name; AttachError: units are attached at the
+    site, or the factors are not this host's."""
     name, index = read_unit(unit, factors)
     require_editable(name)
     _require_unit(name, index, factors)

@@ -206,12 +206,8 @@ def _case_names(table: pd.DataFrame) -> list[str]:
 
 
 def _editable_sites(host: Host, factors: FactorSet, scores: UnitScores | None) -> list[Site]:
-    """The sites that edits can be made at.
-
-    Raises:
-        EditError: there is none, or the scores are of other units.
-        AttachError: units are attached at one, or the factors are not this host's.
-    """
+    """The sites that edits can be made at. Raises EditError: there is none, or the scores are of other units; AttachError:
+    units are attached at one, or the factors are not this host's."""
     sites = [site for site in sites_of(host, factors) if site.kind in EDITABLE]
     if not sites:
         raise EditError(

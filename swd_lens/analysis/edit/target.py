@@ -32,32 +32,20 @@ EDITABLE = RESIDUAL_MATRICES
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """One prompt with its answer and foil, and what an edit of one site needs to know of them.
+    """One prompt with its answer and foil, and what an edit of one site needs to know of them."""
 
-    Attributes:
-        site: the site's name.
-        prompt, answer, foil: as texts, where they were given so (else how the ids read).
-        tokens: (pos,) the prompt's ids, BOS included.
-        answer_id, foil_id: the two tokens.
-        input: (d_in,) h*, the site's input at the last position; float32, on the CPU.
-        direction: (d_out,) d; float32, on the CPU.
-        margin: answer logit minus foil logit at the last position, before any edit.
-        direction_is: one of DIRECTIONS.
-        prepend_bos: whether the prompt's text was given a BOS; None: it came as ids.
-    """
-
-    site: str
-    prompt: str
+    site: str  # the site's name
+    prompt: str  # prompt, answer, foil: as texts, where they were given so (else how the ids read)
     answer: str
     foil: str
-    tokens: Int[Tensor, " pos"]
-    answer_id: int
+    tokens: Int[Tensor, " pos"]  # (pos,) the prompt's ids, BOS included
+    answer_id: int  # answer_id, foil_id: the two tokens
     foil_id: int
-    input: Float[Tensor, " d_in"]
-    direction: Float[Tensor, " d_out"]
-    margin: float
-    direction_is: str = "unembedding"
-    prepend_bos: bool | None = None
+    input: Float[Tensor, " d_in"]  # (d_in,) h*, the site's input at the last position; float32, on the CPU
+    direction: Float[Tensor, " d_out"]  # (d_out,) d; float32, on the CPU
+    margin: float  # answer logit minus foil logit at the last position, before any edit
+    direction_is: str = "unembedding"  # one of DIRECTIONS
+    prepend_bos: bool | None = None  # whether the prompt's text was given a BOS; None: it came as ids
 
     def described(self) -> dict[str, Any]:
         """Plain JSON values: everything but the two vectors."""
@@ -75,22 +63,14 @@ class Target:
 
     @classmethod
     def of_described(cls, site: str, values: Mapping[str, Any], input: Tensor, direction: Tensor) -> "Target":
-        """Make a target of what was `described`, with h* and d.
-
-        Raises:
-            KeyError, TypeError: a value is missing, or unknown.
-        """
+        """Make a target of what was `described`, with h* and d. Raises KeyError, TypeError: a value is missing, or unknown."""
         known = {**values, "direction_is": values["direction"], "tokens": torch.tensor(values["tokens"])}
         return cls(**known | {"site": site, "input": input, "direction": direction})
 
 
 def read_prompt(model: Any, given: Any, prepend_bos: bool | None = None) -> Prompt:
-    """One prompt with something to score, from a text or (pos,) token ids.
-
-    Raises:
-        EditError: several rows of ids, nothing to score, or more tokens than the context holds.
-        TokenError: see `Prompt.of`.
-    """
+    """One prompt with something to score, from a text or (pos,) token ids. Raises EditError: several rows of ids, nothing to
+    score, or more tokens than the context holds; TokenError: see `Prompt.of`."""
     prompt = Prompt.of(model, given, "edit", prepend_bos=prepend_bos)
     if prompt.n_rows != 1:
         raise EditError(f"a prompt is one row of token ids, got {prompt.n_rows} rows; give them one by one")
@@ -110,11 +90,7 @@ def ending(text: str, n: int) -> str:
 
 
 def _word(model: Any, given: str | int, role: str) -> tuple[str, int]:
-    """(text, id) of an answer or foil.
-
-    Raises:
-        EditError: not exactly one token, or an id outside the vocabulary.
-    """
+    """(text, id) of an answer or foil. Raises EditError: not exactly one token, or an id outside the vocabulary."""
     if isinstance(given, int):
         d_vocab = int(model.cfg.d_vocab)
         if not 0 <= given < d_vocab:

@@ -28,7 +28,6 @@ from swd_lens.base.record import Record, checked
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import require_no_dropout
 from swd_lens.hosts.sites import Site
-from swd_lens.units import UnitSet
 
 HEADS = {
     **dict.fromkeys(("source", "target"), "object"),
@@ -130,7 +129,15 @@ def attention_paths(model: Any, factors: Any, graph: UnitGraph, *, pairs: int = 
     require_no_dropout(model)
     ids = list(graph.settings["token_ids"])
     with torch.no_grad():
-        heads = table(_head_rows(_layout(units, graph, ids), graph), HEADS)
+        # The graph's own units on its prompt. Where values have units, an edge that it drew begins at one of them, so that
+        # they are among its nodes; so the paths are those that the graph followed.
+        drawn: dict[Site, list[int]] = {}
+        by_name = {site.name: site for site in units.sites}
+        for site, unit in graph.nodes[graph.nodes["kind"] == "unit"].groupby("site")["unit"]:
+            drawn[by_name[str(site)]] = sorted(set(unit.tolist()))
+        drawn = {site: drawn[site] for site in units.sites if site in drawn}
+        run = frozen_run(units, drawn, ids, drawn, ())
+        heads = table(_head_rows(layout_of(units, drawn, run, answers=(), static=False, bounded=False), graph), HEADS)
         layers = sides_of(units, set(heads["layer"].tolist()))
         runs = run_layers(units, layers, torch.tensor([ids])) if layers else {}
         made_of = provenance(units, layers) if layers else {}
@@ -142,21 +149,6 @@ def attention_paths(model: Any, factors: Any, graph: UnitGraph, *, pairs: int = 
         }
         scores = table(_score_rows(by_head, heads, pairs), SCORES)
     return AttentionPaths(heads, scores, {**made_of, **settings, "pairs": pairs})
-
-
-# ---------------------------------------------------------------------------------------------- by head
-
-
-def _layout(units: UnitSet, graph: UnitGraph, ids: list[int]) -> Layout:
-    """The graph's own units on its prompt. Where values have units, an edge that it drew begins at one of them, so that they are
-    among its nodes; so the paths are those that the graph followed."""
-    drawn: dict[Site, list[int]] = {}
-    by_name = {site.name: site for site in units.sites}
-    for site, unit in graph.nodes[graph.nodes["kind"] == "unit"].groupby("site")["unit"]:
-        drawn[by_name[str(site)]] = sorted(set(unit.tolist()))
-    drawn = {site: drawn[site] for site in units.sites if site in drawn}
-    run = frozen_run(units, drawn, ids, drawn, ())
-    return layout_of(units, drawn, run, answers=(), static=False, bounded=False)
 
 
 def _head_rows(layout: Layout, graph: UnitGraph) -> Iterator[dict[str, Any]]:
@@ -192,9 +184,6 @@ def _head_rows(layout: Layout, graph: UnitGraph) -> Iterator[dict[str, Any]]:
                 "pattern": float(pattern[head, dest, src]),
                 "contribution": z * weight,
             }
-
-
-# ---------------------------------------------------------------------------------------------- by pair
 
 
 def _score_rows(by_head: Mapping[tuple[int, int], ScoreParts], heads: pd.DataFrame, pairs: int) -> Iterator[dict[str, Any]]:

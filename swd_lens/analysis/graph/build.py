@@ -164,11 +164,8 @@ def made_with(attached: UnitSet, drawn: Mapping[Site, Sequence[int]], read: Prom
 
 
 def units_of_run(model: Any, factors: Any, graph: UnitGraph) -> tuple[UnitSet, dict[str, Any]]:
-    """The units that a graph's prompt ran with, and settings of what else is made of that run.
-
-    Raises:
-        ValueError: other factors than the graph's.
-    """
+    """The units that a graph's prompt ran with, and settings of what else is made of that run. Raises ValueError: other
+    factors than the graph's."""
     attached = UnitSet.of(model, factors)
     if dict(graph.settings["factors"]) != dict(attached.identities):
         given = ", ".join(attached)

@@ -90,11 +90,8 @@ class GraphData(Record):
 
 
 def require_same_factors(graph: GraphData, identities: Mapping[str, str], what: str) -> None:
-    """Check that `what`, with these identities by site, is of the factors that the graph was made of.
-
-    Raises:
-        ValueError: a site of both has other factors.
-    """
+    """Check that `what`, with these identities by site, is of the factors that the graph was made of. Raises ValueError: a
+    site of both has other factors."""
     own = dict(graph.settings.get("factors") or {})
     others = [site for site, identity in identities.items() if own.get(site, identity) != identity]
     if others:

@@ -72,17 +72,11 @@ class _Node:
 
 @dataclass(frozen=True)
 class _Grid:
-    """Where rows, columns and nodes stand, in pixels.
+    """Where rows, columns and nodes stand, in pixels."""
 
-    Attributes:
-        rows: from the bottom to the top.
-        columns: position -> where its column begins and ends.
-        points: node -> the middle and the top of its box.
-    """
-
-    rows: Sequence[_Row]
-    columns: Mapping[int, tuple[float, float]]
-    points: Mapping[str, tuple[float, float]]
+    rows: Sequence[_Row]  # from the bottom to the top
+    columns: Mapping[int, tuple[float, float]]  # position -> where its column begins and ends
+    points: Mapping[str, tuple[float, float]]  # node -> the middle and the top of its box
     width: float
 
     def top(self, row: _Row) -> float:

@@ -88,22 +88,15 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class Layout:
-    """Groups of nodes, and what the paths between them run through.
+    """Groups of nodes, and what the paths between them run through."""
 
-    Attributes:
-        groups: in execution order.
-        run: frozen, its rows those of the drawn positions; of a graph without a prompt only the norms count.
-        static: no prompt.
-        matrices: site -> (d_in, d_out) of what units are not drawn of but a path runs through: W, or read @ write.
-        cosine: vectors on the residual stream are taken with length 1.
-    """
-
-    groups: list[NodeGroup]
-    run: FrozenRun
-    static: bool
+    groups: list[NodeGroup]  # in execution order
+    run: FrozenRun  # frozen, its rows those of the drawn positions; of a graph without a prompt only the norms count
+    static: bool  # no prompt
     n_heads: int
+    # site -> (d_in, d_out) of what units are not drawn of but a path runs through: W, or read @ write
     matrices: Mapping[str, Float[Tensor, "_d_in _d_out"]] = field(default_factory=dict)
-    cosine: bool = False
+    cosine: bool = False  # vectors on the residual stream are taken with length 1
 
     def group(self, layer: int, *kinds: str) -> NodeGroup | None:
         """The group of a layer's site of one of these kinds, if some of its units are drawn."""
@@ -135,8 +128,7 @@ def layout_of(
         answers: tokens, each less the mean over the vocabulary, or contrasts, which are numbered.
         bounded: refuse more nodes than a table of all weights may have; False where no such table is made (`into`).
 
-    Raises:
-        ValueError: too many nodes.
+    Raises ValueError: too many nodes.
     """
     host, positions = units.host, len(run.embedded) if not static else 1
     pairs = {name: (f.read.detach().float().cpu(), f.write.detach().float().cpu()) for name, f in units.factors.items()}
@@ -275,17 +267,14 @@ def _into_neurons(layout: Layout, site: Site, read: Float[Tensor, "d_mlp unit"])
 
 
 class HeadPaths(NamedTuple):
-    """Paths from a group of sources to units of attn_o, head by head: pattern[head, dest, src] * met * scale[src] is the weight.
-
-    Attributes:
-        met: (item, unit, head), the dot product of what a source writes to the head's values and what a unit reads of the
-            head's output; of tokens (src, unit, head).
-        scale: (src,) 1/scale of the norms on the way; None where values are units themselves.
-    """
+    """Paths from a group of sources to units of attn_o, head by head: pattern[head, dest, src] * met * scale[src] is the
+    weight."""
 
     source: NodeGroup
+    # (item, unit, head), the dot product of what a source writes to the head's values and what a unit reads of the head's output;
+    # of tokens (src, unit, head)
     met: Float[Tensor, "_item _unit head"]
-    scale: Float[Tensor, " _src"] | None = None
+    scale: Float[Tensor, " _src"] | None = None  # (src,) 1/scale of the norms on the way; None where values are units themselves
 
     def summed(self, pattern: Float[Tensor, "head _dest _src"]) -> Float[Tensor, "_src _item _dest _unit"]:
         """Weights through all heads."""

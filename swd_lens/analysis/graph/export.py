@@ -25,7 +25,6 @@ f. Of the groups those nodes are shown that are pinned. circuit-tracer 0.5.0 rea
 
 import json
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +39,9 @@ from swd_lens.analysis.graph.nodes import is_measured, placed, shown_text, viewe
 from swd_lens.analysis.graph.pinned import pinned_nodes, positions
 from swd_lens.analysis.graph.tracing import traced
 from swd_lens.base import __version__
-from swd_lens.base.checks import one_of
-from swd_lens.base.errors import callers_level, legible, quoted
+from swd_lens.base.checks import one_of, require_names
+from swd_lens.base.errors import legible, quoted, warn
 from swd_lens.base.files import write_json
-from swd_lens.base.names import require_names
 from swd_lens.base.record import Record
 from swd_lens.base.sealed import readable, seal
 
@@ -157,8 +155,7 @@ def to_json(graph: GraphData, path: str | Path, *, slug: str = "unit-graph", **h
         slug: the graph's name there.
         **how: scan, target, audit, attention, groups, pinned and features_url, see `export`.
 
-    Raises:
-        ValueError, OSError: see `export`.
+    Raises ValueError, OSError: see `export`.
     """
     write_json(Path(path), viewer_json(graph, slug, **how))
 
@@ -254,10 +251,5 @@ def _rows_up(graph: GraphData, scan: str) -> int:
     with_errors = is_measured(graph) and bool((graph.nodes["kind"] == "logit").any())
     largest = max(int(layers.max() or 0), graph.settings["n_layers"] - 1 if with_errors else 0)
     if largest == 0:
-        warnings.warn(
-            UserWarning(
-                "all units stand in block 0, which Neuronpedia does not draw; they are shown one row higher, block 0 as L1"
-            ),
-            stacklevel=callers_level(),
-        )
+        warn("all units stand in block 0, which Neuronpedia does not draw; they are shown one row higher, block 0 as L1")
     return int(largest == 0)

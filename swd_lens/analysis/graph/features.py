@@ -39,15 +39,10 @@ def cantor(first: int, second: int) -> int:
 
 @dataclass(frozen=True)
 class FeatureNumbers:
-    """How the units of a set of factors are numbered.
+    """How the units of a set of factors are numbered."""
 
-    Attributes:
-        kinds: layer -> kinds of its attached sites, in execution order.
-        name: of the folder of these factors' feature files.
-    """
-
-    kinds: Mapping[int, tuple[str, ...]]
-    name: str
+    kinds: Mapping[int, tuple[str, ...]]  # layer -> kinds of its attached sites, in execution order
+    name: str  # of the folder of these factors' feature files
 
     @classmethod
     def of(cls, graph: GraphData) -> "FeatureNumbers":
@@ -71,9 +66,6 @@ class FeatureNumbers:
     def number(self, site: str, unit: int) -> int:
         """The feature number, and the name of its file."""
         return cantor(split_name(site)[0], self.index(site, unit))
-
-
-# ---------------------------------------------------------------------------------------------- files
 
 
 def feature_files(graph: GraphData, audit: Audit | None) -> dict[int, dict[str, Any]]:

@@ -38,39 +38,27 @@ _ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Reading(HeldNorm):
-    """A norm through which a block reads the residual stream.
-
-    Attributes:
-        behind_attention: of an MLP: whether what it reads has in it what the attention of the same block wrote.
-    """
+    """A norm through which a block reads the residual stream. behind_attention: of an MLP: whether what it reads has in it
+    what the attention of the same block wrote."""
 
     behind_attention: bool = False
 
 
 @dataclass(frozen=True)
 class FrozenRun:
-    """One run.
+    """One run."""
 
-    Attributes:
-        embedded: what enters the first block.
-        leaving: what leaves the last one.
-        readings: (layer, "attn" or "mlp") -> how the attention or the MLP of a block reads the residual stream.
-        logits: at the last position, before a soft cap.
-        logit_cap: where the host has one.
-        writings: name of a site -> the norm between its output and the residual stream; of sites that have one.
-        z: name of an attached site -> its units.
-        patterns: layer -> attention pattern.
-        slopes: name of a site before an activation function -> d post / d pre.
-    """
-
-    embedded: Float[Tensor, "_pos d_model"]
-    leaving: Float[Tensor, "_pos d_model"]
+    embedded: Float[Tensor, "_pos d_model"]  # what enters the first block
+    leaving: Float[Tensor, "_pos d_model"]  # what leaves the last one
+    # (layer, "attn" or "mlp") -> how the attention or the MLP of a block reads the residual stream
     readings: Mapping[tuple[int, str], Reading]
-    logits: Float[Tensor, " vocab"]
-    logit_cap: float | None = None
+    logits: Float[Tensor, " vocab"]  # at the last position, before a soft cap
+    logit_cap: float | None = None  # where the host has one
+    # name of a site -> the norm between its output and the residual stream; of sites that have one
     writings: Mapping[str, HeldNorm] = field(default_factory=dict)
-    z: Mapping[str, Float[Tensor, "_pos _unit"]] = field(default_factory=dict)
-    patterns: Mapping[int, Float[Tensor, "head _dest _src"]] = field(default_factory=dict)
+    z: Mapping[str, Float[Tensor, "_pos _unit"]] = field(default_factory=dict)  # name of an attached site -> its units
+    patterns: Mapping[int, Float[Tensor, "head _dest _src"]] = field(default_factory=dict)  # layer -> attention pattern
+    # name of a site before an activation function -> d post / d pre
     slopes: Mapping[str, Float[Tensor, "_pos d_mlp"]] = field(default_factory=dict)
 
     @property
@@ -135,9 +123,8 @@ def freeze(
         patterns: layers whose attention pattern is kept.
         slopes: layers whose activation function's slopes are kept.
 
-    Raises:
-        UnsupportedHostError: the host reads its residual stream in another way (linear attention) or norms it itself (BERT),
-            shows no pattern, or its activation function mixes neurons.
+    Raises UnsupportedHostError: the host reads its residual stream in another way (linear attention) or norms it itself (BERT),
+    shows no pattern, or its activation function mixes neurons.
     """
     require_followable(host, slopes, patterns)
     readers = {(site.layer, norm): site for site in reversed(host.sites()) if (norm := norm_before(site.kind))}
@@ -194,10 +181,7 @@ def before_cap(logits: Float[Tensor, "*n vocab"], cap: float | None) -> Float[Te
 
 def require_drawable(host: Host) -> None:
     """Check that a graph of prompts, with attention and all layers, can be drawn of this host; for use before long work.
-
-    Raises:
-        UnsupportedHostError: see `freeze`.
-    """
+    Raises UnsupportedHostError: see `freeze`."""
     layers = sorted({site.layer for site in host.sites()})
     require_followable(host, layers, layers)
     read_norms(host)  # a run of a few tokens, in which every formula is checked

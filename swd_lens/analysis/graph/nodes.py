@@ -44,11 +44,7 @@ def is_measured(graph: GraphData) -> bool:
 
 
 def placed(graph: GraphData, rows_up: int = 0) -> Places:
-    """Where every node stands.
-
-    Args:
-        rows_up: added to the block's number; features keep the true one.
-    """
+    """Where every node stands. rows_up: added to the block's number; features keep the true one."""
     numbers, n_layers = FeatureNumbers.of(graph), int(graph.settings["n_layers"])
     positions = graph.nodes["position"].dropna()
     # Names of the columns, at least two, and how far positions move to the right.
@@ -74,17 +70,11 @@ def placed(graph: GraphData, rows_up: int = 0) -> Places:
     return places
 
 
-# ---------------------------------------------------------------------------------------------- nodes and links
-
-
 def viewer_graph(
     graph: GraphData, places: Places, audit: Audit | None, html: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Nodes and links in the viewers' schema: the graph's own first, then tokens without edges, error nodes and their links.
-
-    Args:
-        html: see `shown_text`.
-    """
+    html: see `shown_text`."""
     weight, rows = "contribution" if is_measured(graph) else "weight", records(graph.nodes)
     links = [
         {"source": places[edge["source"]].node_id, "target": places[edge["target"]].node_id, "weight": edge[weight]}
@@ -92,7 +82,17 @@ def viewer_graph(
     ]
     influence = dict(zip([places[row["node"]].node_id for row in rows], _influence(graph), strict=True))
     nodes = [_drawn(row, places[row["node"]], graph.settings["answers"] or [], audit) for row in rows]
-    tokens = _tokens_between(graph, places)
+    # Nodes of a prompt's tokens that have no edge in the graph, from the first column with nodes on.
+    ids = graph.settings["token_ids"] or []
+    shift = len(places.tokens) - len(ids)  # 1 where a token stands alone
+    drawn = {int(position) for position in graph.nodes["position"][graph.nodes["kind"] == "token"]}
+    first = graph.nodes["position"].min() if ids else 0
+    tokens = []
+    for position in range(int(first), len(ids)):
+        if position not in drawn:
+            column = position + shift
+            place = NodePlacement(f"E_{ids[position]}_{column}", "E", column, column)
+            tokens.append(_node(place, "embedding", f'Emb: "{places.tokens[column]}"', 1.0))
     influence |= dict.fromkeys((token["node_id"] for token in tokens), 0.0)
     errors, left_out = _left_out(graph, places, rows, links)
     links += left_out
@@ -151,21 +151,6 @@ def _drawn(row: dict[str, Any], place: NodePlacement, answers: list[int], audit:
     return _node(place, _UNIT_TYPE, f"{label} ({name})" if label else name, row["activation"])
 
 
-def _tokens_between(graph: GraphData, places: Places) -> list[dict[str, Any]]:
-    """Nodes of a prompt's tokens that have no edge in the graph, from the first column with nodes on."""
-    ids = graph.settings["token_ids"] or []
-    shift = len(places.tokens) - len(ids)  # 1 where a token stands alone
-    drawn = {int(position) for position in graph.nodes["position"][graph.nodes["kind"] == "token"]}
-    first = graph.nodes["position"].min() if ids else 0
-    nodes = []
-    for position in range(int(first), len(ids)):
-        if position not in drawn:
-            column = position + shift
-            place = NodePlacement(f"E_{ids[position]}_{column}", "E", column, column)
-            nodes.append(_node(place, "embedding", f'Emb: "{places.tokens[column]}"', 1.0))
-    return nodes
-
-
 def _left_out(
     graph: GraphData, places: Places, rows: list[dict[str, Any]], links: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -188,9 +173,6 @@ def _left_out(
         errors[source] = _node(NodePlacement(source, layer, place.column, feature), _ERROR_TYPE, words, None)
         left_out.append({"source": source, "target": place.node_id, "weight": left})
     return list(errors.values()), left_out
-
-
-# ---------------------------------------------------------------------------------------------- influence
 
 
 def _influence(graph: GraphData) -> list[float]:

@@ -31,16 +31,9 @@ _IN_A_ROW = 7  # boxes, so that names beside each other can be read
 
 
 def pinned_nodes(graph: GraphData, pinned: Any = None) -> list[str]:
-    """Names of the nodes that are pinned.
-
-    Args:
-        pinned: names of nodes or units, a circuit, a table of units; a unit stands for its nodes at all positions. None: the
-            answers, and of a circuit its units (each where it has most influence, at further positions as far as there is room),
-            else both ends of the strongest edges.
-
-    Raises:
-        ValueError: no node of the graph.
-    """
+    """Names of the nodes that are pinned. pinned: names of nodes or units, a circuit, a table of units; a unit stands for its
+    nodes at all positions. None: the answers, and of a circuit its units (each where it has most influence, at further
+    positions as far as there is room), else both ends of the strongest edges. Raises ValueError: no node of the graph."""
     nodes, names = graph.nodes, set(graph.nodes["node"])
     if pinned is not None:
         found: list[str] = []
@@ -69,9 +62,6 @@ def pinned_nodes(graph: GraphData, pinned: Any = None) -> list[str]:
     return list(dict.fromkeys([*answers, *chosen]))[:_MOST]
 
 
-# ---------------------------------------------------------------------------------------------- circuit-tracer's panel
-
-
 class _Box(NamedTuple):
     order: str
     row: float
@@ -87,7 +77,28 @@ def positions(nodes: Sequence[Mapping[str, Any]], pinned: Sequence[str], superno
         supernodes: [name, node_id, ...] of each group.
     """
     boxes = sorted(_boxes(nodes, set(pinned[:_MOST]), supernodes), key=lambda box: box.order)
-    placed = _placed(boxes)
+    # Positions of the boxes, in their order.
+    rows: list[list[int]] = []
+    for level in sorted({round(box.row) for box in boxes}):
+        of_level = sorted((i for i, box in enumerate(boxes) if round(box.row) == level), key=lambda i: boxes[i].column)
+        n_rows = -(-len(of_level) // _IN_A_ROW)
+        # What does not fit into one row stands in several, each from left to right.
+        rows += [of_level[part::n_rows] for part in range(n_rows)]
+    last = max((box.column for box in boxes), default=0.0) or 1.0
+    places: dict[int, tuple[float, float]] = {}
+    for level, row in enumerate(rows):
+        y = _HIGH * (1 - level / max(len(rows) - 1, 1))
+        # Ascending places, moved as little to the right, then to the left, as it takes to be a box apart.
+        gap, moved = _WIDE / _IN_A_ROW, [boxes[i].column / last * _WIDE for i in row]
+        for i in range(1, len(moved)):
+            moved[i] = max(moved[i], moved[i - 1] + gap)
+        limit = _WIDE
+        for i in reversed(range(len(moved))):
+            moved[i] = min(moved[i], limit)
+            limit = moved[i] - gap
+        xs = moved
+        places |= {i: (x, y) for i, x in zip(row, xs, strict=True)}
+    placed = [places[i] for i in range(len(boxes))]
     spare = [(i % _IN_A_ROW * _WIDE / _IN_A_ROW, 1000.0) for i in range(_MOST - len(boxes))]
     return " ".join(f"{x:.0f} {y:.0f}" for x, y in [*placed, *spare])
 
@@ -110,32 +121,3 @@ def _boxes(nodes: Sequence[Mapping[str, Any]], pinned: set[str], supernodes: Seq
         rows, columns = ([value(node) for node in members] for value in (row, lambda node: node["ctx_idx"]))
         boxes.append(_Box(",".join(sorted(features)), sum(rows) / len(rows), sum(columns) / len(columns)))
     return boxes
-
-
-def _placed(boxes: Sequence[_Box]) -> list[tuple[float, float]]:
-    """Positions of the boxes, in their order."""
-    rows: list[list[int]] = []
-    for level in sorted({round(box.row) for box in boxes}):
-        of_level = sorted((i for i, box in enumerate(boxes) if round(box.row) == level), key=lambda i: boxes[i].column)
-        n_rows = -(-len(of_level) // _IN_A_ROW)
-        # What does not fit into one row stands in several, each from left to right.
-        rows += [of_level[part::n_rows] for part in range(n_rows)]
-    last = max((box.column for box in boxes), default=0.0) or 1.0
-    places: dict[int, tuple[float, float]] = {}
-    for level, row in enumerate(rows):
-        y = _HIGH * (1 - level / max(len(rows) - 1, 1))
-        xs = _apart([boxes[i].column / last * _WIDE for i in row])
-        places |= {i: (x, y) for i, x in zip(row, xs, strict=True)}
-    return [places[i] for i in range(len(boxes))]
-
-
-def _apart(xs: Sequence[float]) -> list[float]:
-    """Ascending places, moved as little to the right, then to the left, as it takes to be a box apart."""
-    gap, moved = _WIDE / _IN_A_ROW, list(xs)
-    for i in range(1, len(moved)):
-        moved[i] = max(moved[i], moved[i - 1] + gap)
-    limit = _WIDE
-    for i in reversed(range(len(moved))):
-        moved[i] = min(moved[i], limit)
-        limit = moved[i] - gap
-    return moved

@@ -13,7 +13,7 @@ from swd_lens.analysis.graph.drawing import GraphDrawing, draw
 from swd_lens.analysis.graph.export import export, to_json
 from swd_lens.analysis.graph.viewer.page import show
 from swd_lens.base.errors import legible
-from swd_lens.base.record import checked
+from swd_lens.base.record import checked, require_format
 from swd_lens.base.sealed import read_json, readable, unseal
 
 _WHAT = "a unit graph"
@@ -89,9 +89,7 @@ class UnitGraph(GraphData):
                 f"{legible(path)} is not a graph that swd_lens wrote (it has no metadata.swd_lens); give a file of "
                 "UnitGraph.to_json"
             )
-        version = values.get("version")
-        if type(version) is int and version > VERSION:
-            raise ValueError(f"{legible(path)} has graph format {version}, this swd_lens reads up to {VERSION}; update swd_lens")
+        require_format(path, values.get("version"), VERSION, _WHAT)
         values = unseal(values, path, _WHAT)
         with readable(path, _WHAT):
             return cls.from_dict(values)

@@ -22,11 +22,8 @@ _PAIR = "pair"
 
 
 def traced(graph: GraphData, places: Places, attention: Any) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Results by node_id, and descriptions of units that are in none of the graph's nodes.
-
-    Args:
-        attention: with the tables `heads` and `scores` of `swd_lens.graph.attention_paths`.
-    """
+    """Results by node_id, and descriptions of units that are in none of the graph's nodes. attention: with the tables `heads`
+    and `scores` of `swd_lens.graph.attention_paths`."""
     parts: defaultdict[tuple[int, int, int, int], list[Any]] = defaultdict(list)
     scores = attention.scores
     columns = ("layer", "head", "dest", "src", "part", "q unit", "k unit", "contribution")
@@ -38,7 +35,18 @@ def traced(graph: GraphData, places: Places, attention: Any) -> tuple[dict[str, 
         node = f"{unit}@{position}"
         if node in places:
             return places[node].node_id
-        description = _described(unit, position, numbers, places)
+        site, index = parse_unit(unit)
+        layer, own = str(split_name(site)[0] + places.rows_up), numbers.index(site, index)
+        description = {
+            "node_id": f"{layer}_{own}_{position}",
+            "feature": numbers.number(site, index),
+            "layer": layer,
+            "ctx_idx": position,
+            "feature_type": "cross layer transcoder",
+            "jsNodeId": f"{layer}_{own}-0",
+            "clerp": unit,
+            "activation": None,
+        }
         described[description["node_id"]] = description
         return description["node_id"]
 
@@ -78,21 +86,6 @@ def _places_of_nodes(attention: Any, places: Places) -> dict[str, dict[tuple[int
             layer, head, dest, src = map(int, place)
             of_node[layer, head, dest, src] = of_node.get((layer, head, dest, src), 0.0) + abs(float(contribution))
     return through
-
-
-def _described(unit: str, position: int, numbers: FeatureNumbers, places: Places) -> dict[str, Any]:
-    site, index = parse_unit(unit)
-    layer, own = str(split_name(site)[0] + places.rows_up), numbers.index(site, index)
-    return {
-        "node_id": f"{layer}_{own}_{position}",
-        "feature": numbers.number(site, index),
-        "layer": layer,
-        "ctx_idx": position,
-        "feature_type": "cross layer transcoder",
-        "jsNodeId": f"{layer}_{own}-0",
-        "clerp": unit,
-        "activation": None,
-    }
 
 
 def _strongest(values: dict[Any, float]) -> list[tuple[Any, float]]:

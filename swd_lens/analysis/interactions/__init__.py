@@ -2,7 +2,7 @@
 
 1. `unit_overlap` (overlap.py): the contributions z_i B_i of a site add up linearly; how correlated are they?
 2. `unit_interactions` (finite.py): contributions that pass an activation do not add up; how much of a pair's effect belongs to
-   neither unit alone? In gated MLPs also of a unit of the gate with one of the branch that it multiplies. activation.py finds
+   neither unit alone? In gated MLPs also of a unit of the gate with one of the branch that it multiplies. site.py finds
    the activation that the host uses, difference.py holds the arithmetic of the pairs, result.py what is shown of them.
 
 site.py runs the host and hands over what a site reads and writes.

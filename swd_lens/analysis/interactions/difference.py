@@ -34,7 +34,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.analysis.interactions.activation import Activation
+from swd_lens.analysis.interactions.site import Activation
 
 # What all units' own differences f(h) - f(h - c_i) may take for one block of tokens; it decides how long a block is.
 _BLOCK_BYTES = 2**29
@@ -44,15 +44,10 @@ _SHORTEST_BLOCK = 64
 
 @dataclass
 class _Writes:
-    """A unit's write vector without its zeros.
+    """A unit's write vector without its zeros."""
 
-    Attributes:
-        channels: (written,) the channels it writes, ascending.
-        weights: (written,) what it writes there.
-    """
-
-    channels: Int[Tensor, " written"]
-    weights: Float[Tensor, " written"]
+    channels: Int[Tensor, " written"]  # (written,) the channels it writes, ascending
+    weights: Float[Tensor, " written"]  # (written,) what it writes there
 
 
 class _Projection:
@@ -81,12 +76,9 @@ class _Projection:
         return -(-n_tokens // self._block)
 
     def add(self, *tensors: Float[Tensor, "_token _channel"] | None, each: Callable[[], Any] = lambda: None) -> None:
-        """Add some tokens: z of the paired units (of the gate, then of the up branch), the preactivation, and the branch that a
-        gate multiplies (None: no gate).
-
-        Args:
-            each: called whenever a unit was paired with all later ones, or with all up units, for progress bars.
-        """
+        """Add some tokens: z of the paired units (of the gate, then of the up branch), the preactivation, and the branch that
+        a gate multiplies (None: no gate). each: called whenever a unit was paired with all later ones, or with all up units,
+        for progress bars."""
         pre: Any = tensors[-2]
         with torch.no_grad():
             for rows in torch.arange(len(pre), device=pre.device).split(self._block):
@@ -243,11 +235,8 @@ class GateUpSums(_Projection):
                 each()
 
     def _with_up_units(self, i: int, opened: Tensor, up_z: Tensor, gram: Tensor) -> Float[Tensor, " up"]:
-        """sum over the block's tokens of |[f(h) - f(h - c_i)] d_j W|^2 of every up unit j.
-
-        Args:
-            opened: (written, token) f(h) - f(h - c_i) on the channels that i writes; gram: W W^T on them.
-        """
+        """sum over the block's tokens of |[f(h) - f(h - c_i)] d_j W|^2 of every up unit j. opened: (written, token) f(h) - f(h
+        - c_i) on the channels that i writes; gram: W W^T on them."""
         squares = []
         for unit, z in zip(self._up, up_z, strict=True):
             in_i, in_j = _shared(self._index[i], unit)

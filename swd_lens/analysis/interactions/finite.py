@@ -15,10 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.analysis.interactions.activation import find_activation
 from swd_lens.analysis.interactions.difference import GateUpSums, PairSums
 from swd_lens.analysis.interactions.result import UnitInteractions, UpUnits
-from swd_lens.analysis.interactions.site import SiteRun, attached, paired_factors, site_named, text_of
+from swd_lens.analysis.interactions.site import SiteRun, attached, find_activation, paired_factors, site_named, text_of
 from swd_lens.base.checks import bounded
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.base.progress import tqdm
@@ -118,17 +117,12 @@ def _require_activated(site: Site, gated: bool) -> None:
 
 @dataclass(frozen=True)
 class _Paired:
-    """Units of a site that are paired.
-
-    Attributes:
-        units: by energy, largest first.
-        energy: theirs, E[z^2] |B W_out|^2 in float64.
-    """
+    """Units of a site that are paired."""
 
     site: Site
     factors: Factors
-    units: Int[Tensor, " top"]
-    energy: Float[Tensor, " top"]
+    units: Int[Tensor, " top"]  # by energy, largest first
+    energy: Float[Tensor, " top"]  # theirs, E[z^2] |B W_out|^2 in float64
 
     def write(self) -> Float[Tensor, "top d_mlp"]:
         write = self.factors.write.detach()
@@ -140,12 +134,8 @@ class _Paired:
 
 
 def _most_energetic(run: SiteRun, sites: Sequence[Site], out: Site, top: int, progress: bool) -> list[_Paired]:
-    """The `top` valid units of each site by energy.
-
-    Args:
-        sites: the run's site, and others whose units are paired with its own.
-        out: mlp_out, whose dense weight units write through.
-    """
+    """The `top` valid units of each site by energy. sites: the run's site, and others whose units are paired with its own;
+    out: mlp_out, whose dense weight units write through."""
     factors = [paired_factors(run.attached, site) for site in sites]
     totals = [torch.zeros(of_site.n_units, dtype=torch.float64) for of_site in factors]
     for seen in run.batches(label="energies" if progress else None, others=sites[1:]):

@@ -5,22 +5,29 @@
    text up to the site's block and hands over what was seen there; `SiteRun.provenance` says how a result was made.
 3. `PairResult` is the base of both results; `strongest` and `bars` are the strongest pairs of a matrix, as
    indices and as a figure.
+4. `find_activation`: the activation f of an MLP, among the functions that the block's modules call theirs. The right one gives
+   post = f(pre), gated f(pre) * up, plus a constant (TransformerLens adds b_in of a gated MLP there). What else may stand between
+   (a LayerNorm as in solu_ln, a softmax over channels) is refused: then one channel's change is not that channel's alone. Where
+   a kernel of torch gives the same values on a fine grid, it is used: GELU is spelled out in eight passes over memory elsewhere.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base import __version__
 from swd_lens.base.checks import bounded
-from swd_lens.base.errors import TokenError, quoted
+from swd_lens.base.errors import TokenError, UnsupportedHostError, quoted
 from swd_lens.base.figures import ATTENTION, INK, NEGATIVE, POSITIVE
+from swd_lens.base.machine import is_out_of_memory
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.hosts import Host, require_no_dropout, sites_of
@@ -36,12 +43,7 @@ SMALL = 8  # points
 
 
 def site_named(host: Host, pattern: Pattern) -> Site:
-    """The single site that a pattern names.
-
-    Raises:
-        UnknownSiteError: none.
-        ValueError: several.
-    """
+    """The single site that a pattern names. Raises UnknownSiteError: none; ValueError: several."""
     sites = sites_of(host, pattern)
     if len(sites) > 1:
         raise ValueError(
@@ -52,12 +54,8 @@ def site_named(host: Host, pattern: Pattern) -> Site:
 
 
 def text_of(model: Any, tokens: Any, batch_size: Any, least: int, why: str) -> TokenStream:
-    """The text as a stream of at least so many tokens.
-
-    Raises:
-        ValueError: a batch size that is no whole number of rows, or a model in train mode with dropout.
-        TokenError: fewer tokens than `least`; and see `as_stream`.
-    """
+    """The text as a stream of at least so many tokens. Raises ValueError: a batch size that is no whole number of rows, or a
+    model in train mode with dropout; TokenError: fewer tokens than `least`; and see `as_stream`."""
     bounded("batch_size", batch_size, 1)
     require_no_dropout(model)
     stream = as_stream(tokens, model)
@@ -68,23 +66,14 @@ def text_of(model: Any, tokens: Any, batch_size: Any, least: int, why: str) -> T
 
 @dataclass(frozen=True, eq=False)
 class SiteRun:
-    """A site with its factors attached, and the text that runs over it.
+    """A site with its factors attached, and the text that runs over it."""
 
-    Attributes:
-        host: with all the factors attached.
-        site: the site.
-        units: the site's.
-        attached: the units of all sites.
-        stream: the text.
-        batch_size: rows per forward.
-    """
-
-    host: Host
-    site: Site
-    units: Factors
-    attached: UnitSet
-    stream: TokenStream
-    batch_size: int
+    host: Host  # with all the factors attached
+    site: Site  # the site
+    units: Factors  # the site's
+    attached: UnitSet  # the units of all sites
+    stream: TokenStream  # the text
+    batch_size: int  # rows per forward
 
     @property
     def n_batches(self) -> int:
@@ -141,23 +130,16 @@ class SiteRun:
 
 @contextmanager
 def attached(host: Host, factors: Any, site: Site, stream: TokenStream, batch_size: int) -> Iterator[SiteRun]:
-    """The factors in the host while open.
-
-    Raises:
-        ValueError: there are none at the site, they are no read/write factors, or fewer than two of their units have edges.
-        AttachError, UnknownSiteError, UnsupportedHostError: see `swd_lens.attach`.
-    """
+    """The factors in the host while open. Raises ValueError: there are none at the site, they are no read/write factors, or
+    fewer than two of their units have edges; AttachError, UnknownSiteError, UnsupportedHostError: see `swd_lens.attach`."""
     with attach(host.model, factors) as attachment:
         by_site = attachment.factors
         yield SiteRun(host, site, paired_factors(by_site, site), by_site, stream, batch_size)
 
 
 def paired_factors(by_site: UnitSet, site: Site) -> Factors:
-    """The site's factors among those attached.
-
-    Raises:
-        ValueError: there are none, they are no read/write factors, or fewer than two of their units have edges.
-    """
+    """The site's factors among those attached. Raises ValueError: there are none, they are no read/write factors, or fewer
+    than two of their units have edges."""
     if site.name not in by_site:
         raise ValueError(
             f"these factors hold nothing for {site.name}; they are for {', '.join(by_site)}. Factorize the site, or name "
@@ -172,9 +154,6 @@ def paired_factors(by_site: UnitSet, site: Site) -> Factors:
             "a lower sparsity"
         )
     return units
-
-
-# ------------------------------------------------------------------ results
 
 
 class PairResult(Record):
@@ -204,11 +183,8 @@ class PairResult(Record):
 
 
 def strongest(matrix: Float[Tensor, "unit other"], n: int, *, within: bool = True) -> list[tuple[int, int]]:
-    """Index pairs (i, j) of the n largest absolute entries, largest first; NaN never.
-
-    Args:
-        within: rows and columns are the same units: only i < j.
-    """
+    """Index pairs (i, j) of the n largest absolute entries, largest first; NaN never. within: rows and columns are the same
+    units: only i < j."""
     rows, columns = torch.triu_indices(*matrix.shape, offset=1) if within else torch.ones_like(matrix).nonzero().T
     size = matrix[rows, columns].abs().nan_to_num(nan=-1.0)
     best = size.topk(min(n, len(size)))
@@ -231,3 +207,65 @@ def bars(ax: Any, pairs: pd.DataFrame, column: str, title: str, *, signed: bool)
     ax.set_xlabel(column, fontsize=SMALL)
     ax.set_ylabel("units of the pair", fontsize=SMALL)
     ax.set_title(title, fontsize=10, color=INK)
+
+
+Activation = Callable[[Tensor], Tensor]
+
+# What modules call their activation: TransformerLens and most of Hugging Face (act_fn), GPT-2 and NeoX (act), BERT, OPT.
+_NAMES = ("act_fn", "act", "intermediate_act_fn", "activation_fn", "activation", "activation_func")
+_KERNELS: dict[str, Activation] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu (tanh)": partial(F.gelu, approximate="tanh"),
+}
+_GRID = torch.linspace(-12, 12, 24_001, dtype=torch.float64)
+_SAME = 1e-7  # of float64 values on the grid; gelu and gelu (tanh) differ by 5e-4
+_ROUNDING = 8  # of the dtype's eps, relative to the largest |post|
+
+
+def find_activation(host: Host, site: Site, pre: Tensor, up: Tensor | None, post: Tensor) -> tuple[Activation, str]:
+    """The host's activation at a site, and its name. pre, up, post: (token, d_mlp) what the host computed; up None where
+    nothing is gated. Raises UnsupportedHostError: no function of the host leads from pre to post channel by channel."""
+    for name, function in _candidates(host, site):
+        try:
+            value = function(pre)
+            every_second = function(pre[:, ::2])  # a softmax over channels would differ
+            constant = post - (value if up is None else value * up)
+            allowed = _ROUNDING * torch.finfo(post.dtype).eps * float(post.abs().max())
+            same = float((constant - constant[:1]).abs().max()) <= allowed
+            if same and float((every_second - value[:, ::2]).abs().max()) <= allowed:
+                return _kernel(function, name)
+        except (TypeError, RuntimeError, IndexError) as cause:
+            # A module of that name is no function of one tensor.
+            if is_out_of_memory(cause):
+                raise
+    between = "activation(pre)" if up is None else "activation(gate) * up"
+    raise UnsupportedHostError(
+        f"the MLP of blocks.{site.layer} does not feed {between} into mlp_out: another step stands there, such as the "
+        "LayerNorm of solu_ln or a softmax over channels, or its activation was not found in the host. Pair interactions "
+        "need an activation that acts on each channel by itself"
+    )
+
+
+def _candidates(host: Host, site: Site) -> Iterator[tuple[str, Any]]:
+    known: set[int] = set()
+    for module in host.model.blocks[site.layer].modules():
+        for name in _NAMES:
+            function = module.__dict__.get(name, module._modules.get(name))
+            if callable(function) and id(function) not in known:
+                known.add(id(function))
+                yield getattr(function, "__name__", type(function).__name__), function
+
+
+def _kernel(function: Activation, name: str) -> tuple[Activation, str]:
+    try:
+        value = function(_GRID)
+    except RuntimeError as cause:  # its parameters sit elsewhere
+        if is_out_of_memory(cause):
+            raise
+        return function, name
+    for known, kernel in _KERNELS.items():
+        if value.dtype == _GRID.dtype and float((value - kernel(_GRID)).abs().max()) <= _SAME:
+            return kernel, known
+    return function, name

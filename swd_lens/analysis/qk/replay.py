@@ -207,11 +207,8 @@ def qk_replay(model: Any, factors: Any, pair: QKPair, prompt: Any, *, remove: st
 
 
 def with_gamma(layers: Mapping[int, LayerUnits], pair: QKPair) -> QKPair:
-    """The pair with its coefficient at distance 0, where angles of queries and keys cancel.
-
-    Raises:
-        QKError: its layer, its head or one of its units is not there.
-    """
+    """The pair with its coefficient at distance 0, where angles of queries and keys cancel. Raises QKError: its layer, its
+    head or one of its units is not there."""
     units = units_of_head(layers, pair.layer, pair.head)
     for name, index, side in (("q_unit", pair.q_unit, units.q), ("k_unit", pair.k_unit, units.k)):
         if not 0 <= index < side.n_units:
@@ -226,11 +223,8 @@ def with_gamma(layers: Mapping[int, LayerUnits], pair: QKPair) -> QKPair:
 def removals(
     run: LayerScores, pairs: Sequence[QKPair], remove: str
 ) -> tuple[dict[str, Float[Tensor, "batch case pos pos"]], dict[str, Float[Tensor, "batch case"]]]:
-    """Take a unit out in every case of one layer, on every prompt, and compare patterns.
-
-    Returns:
-        The maps of `QKReplay` and the numbers of `Removal`, by name.
-    """
+    """Take a unit out in every case of one layer, on every prompt, and compare patterns. Returns: The maps of `QKReplay` and
+    the numbers of `Removal`, by name."""
     device, mask = run.mask.device, run.mask
     head, q_unit, k_unit = (
         torch.tensor([getattr(pair, name) for pair in pairs], device=device) for name in ("head", "q_unit", "k_unit")
@@ -240,7 +234,15 @@ def removals(
     if remove == "pair":
         without = intact - contribution
     else:
-        without = _scores_without(run, head, q_unit if remove == "q" else k_unit, remove)
+        # The heads' scores, before cap and mask, with a unit taken out of queries or keys; norms see what is left.
+        unit = q_unit if remove == "q" else k_unit
+        key_head = head // run.heads.group
+        side, side_head = (run.q, head) if remove == "q" else (run.k, key_head)
+        written = side.z[..., unit].mT[..., None] * side.side.write[unit, side_head][:, None]
+        rest = side.ready(side.raw[:, side_head] - written)
+        q, k = (rest, run.k.vectors[:, key_head]) if remove == "q" else (run.q.vectors[:, head], rest)
+        scores = q @ k.mT * run.heads.scale
+        without = scores if run.position_bias is None else scores + run.position_bias[head]
     log_before, log_after = run.log_intact[:, head], run.log_pattern(without)
     before, after, dense = log_before.exp() * mask, log_after.exp() * mask, run.dense[:, head]
     log_dense = dense.clamp(min=torch.finfo(torch.float32).tiny).log()
@@ -261,17 +263,6 @@ def removals(
         ),
         "share": _ratio(_dot(own, removed), _dot(removed, removed)),
     }
-
-
-def _scores_without(run: LayerScores, head: Tensor, unit: Tensor, remove: str) -> Float[Tensor, "batch case pos pos"]:
-    """The heads' scores, before cap and mask, with a unit taken out of queries or keys; norms see what is left."""
-    key_head = head // run.heads.group
-    side, side_head = (run.q, head) if remove == "q" else (run.k, key_head)
-    written = side.z[..., unit].mT[..., None] * side.side.write[unit, side_head][:, None]
-    rest = side.ready(side.raw[:, side_head] - written)
-    q, k = (rest, run.k.vectors[:, key_head]) if remove == "q" else (run.q.vectors[:, head], rest)
-    scores = q @ k.mT * run.heads.scale
-    return scores if run.position_bias is None else scores + run.position_bias[head]
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from swd_lens.analysis.qk.replay import NUMBERS, REMOVE, Removal, removals, with_gamma
 from swd_lens.analysis.qk.scores import LayerScores, attended_row, layer_units, provenance, run_layers
@@ -230,17 +228,13 @@ def _cases(run: LayerScores, pairs: Sequence[QKPair], prompts: Sequence[int], re
         columns = {name: np.tile([getattr(pair, name) for pair in chunk], len(prompts)) for name in _PAIR}
         columns["prompt"] = np.repeat(np.asarray(prompts), len(chunk))
         columns |= {name: values.cpu().numpy().astype(np.float64).ravel() for name, values in numbers.items()}
-        columns["size"] = _sizes(run, chunk).cpu().numpy().ravel()
+        # |gamma| rms(z_a) rms(z_b) of each pair on each prompt, float64.
+        device = run.q.z.device
+        head, q, k, gamma = (
+            torch.tensor([getattr(pair, name) for pair in chunk], device=device) for name in ("head", "q_unit", "k_unit", "gamma")
+        )
+        sides = run.q.activations(q, head), run.k.activations(k, head // run.heads.group)
+        z_a, z_b = (z.double().square().mean(-1).sqrt() for z in sides)
+        columns["size"] = (gamma.double().abs() * z_a * z_b).cpu().numpy().ravel()
         frames.append(pd.DataFrame(columns).rename(columns=column))
     return frames
-
-
-def _sizes(run: LayerScores, pairs: Sequence[QKPair]) -> Float[Tensor, "batch case"]:
-    """|gamma| rms(z_a) rms(z_b) of each pair on each prompt, float64."""
-    device = run.q.z.device
-    head, q, k, gamma = (
-        torch.tensor([getattr(pair, name) for pair in pairs], device=device) for name in ("head", "q_unit", "k_unit", "gamma")
-    )
-    sides = run.q.activations(q, head), run.k.activations(k, head // run.heads.group)
-    z_a, z_b = (z.double().square().mean(-1).sqrt() for z in sides)
-    return gamma.double().abs() * z_a * z_b

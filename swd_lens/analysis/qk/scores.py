@@ -53,19 +53,12 @@ _POSITIONS_ENTER = {
 
 @dataclass(frozen=True)
 class Side:
-    """The units that write the queries, or the keys, of one layer.
+    """The units that write the queries, or the keys, of one layer."""
 
-    Attributes:
-        site: whose units they are.
-        write: (unit, head, d_head) raw write vectors: a query is z @ write + constant.
-        constant: (head, d_head) what is added whatever z: the bias and the factors' output offset.
-        norm: of each head's query or key, or None.
-    """
-
-    site: Site
-    write: Float[Tensor, "unit head d_head"]
-    constant: Float[Tensor, "head d_head"]
-    norm: HeadNorm | None
+    site: Site  # whose units they are
+    write: Float[Tensor, "unit head d_head"]  # (unit, head, d_head) raw write vectors: a query is z @ write + constant
+    constant: Float[Tensor, "head d_head"]  # (head, d_head) what is added whatever z: the bias and the factors' output offset
+    norm: HeadNorm | None  # of each head's query or key, or None
 
     @property
     def n_units(self) -> int:
@@ -87,12 +80,8 @@ class LayerUnits:
 
 
 def layer_units(units: UnitSet) -> dict[int, LayerUnits]:
-    """Layer -> its Q and K units, for every layer that has both.
-
-    Raises:
-        QKError: no layer has units on both sides.
-        UnsupportedHostError: see `swd_lens.hosts.attention.heads_of`, or units that are not read and write factors.
-    """
+    """Layer -> its Q and K units, for every layer that has both. Raises QKError: no layer has units on both sides;
+    UnsupportedHostError: see `swd_lens.hosts.attention.heads_of`, or units that are not read and write factors."""
     for site in units.sites:
         if site.kind in _SIDES and not isinstance(units[site.name], Factors):
             raise UnsupportedHostError(
@@ -109,11 +98,8 @@ def layer_units(units: UnitSet) -> dict[int, LayerUnits]:
 
 
 def sides_of(units: UnitSet, layers: Iterable[int]) -> dict[int, LayerUnits]:
-    """Layer -> its Q and K units, for those of these layers where both are read and write factors.
-
-    Raises:
-        UnsupportedHostError: see `swd_lens.hosts.attention.heads_of`.
-    """
+    """Layer -> its Q and K units, for those of these layers where both are read and write factors. Raises
+    UnsupportedHostError: see `swd_lens.hosts.attention.heads_of`."""
     by_layer = {}
     for layer in sorted(layers):
         kinds = {site.kind: site for site in units.sites if site.layer == layer and site.name in units.factors}
@@ -137,11 +123,7 @@ def _side(heads: Heads, site: Site, factors: Factors, query: bool) -> Side:
 
 
 def units_of_head(layers: Mapping[int, LayerUnits], layer: int, head: int) -> LayerUnits:
-    """The units of a head's layer.
-
-    Raises:
-        QKError: a layer without Q and K units, or a head that is not there.
-    """
+    """The units of a head's layer. Raises QKError: a layer without Q and K units, or a head that is not there."""
     if layer not in layers:
         raise QKError(f"layer {layer} has no units on its queries and keys; layers with both: {', '.join(map(str, layers))}")
     units = layers[layer]
@@ -171,12 +153,8 @@ def provenance(units: UnitSet, layers: Mapping[int, LayerUnits]) -> dict[str, An
 
 
 def attended_row(model: Any, prompt: Prompt) -> Int[Tensor, " pos"]:
-    """The token ids of one prompt, at least two.
-
-    Raises:
-        QKError: a single token, which can attend to itself only, none, or several rows.
-        TokenError: more tokens than the context holds.
-    """
+    """The token ids of one prompt, at least two. Raises QKError: a single token, which can attend to itself only, none, or
+    several rows; TokenError: more tokens than the context holds."""
     if not prompt.ids:
         raise QKError("the prompt has no tokens; attention needs at least two")
     if prompt.n_rows != 1:
@@ -192,16 +170,11 @@ def attended_row(model: Any, prompt: Prompt) -> Int[Tensor, " pos"]:
 
 @dataclass(frozen=True)
 class SideRun:
-    """The queries, or the keys (one per key head), of a batch of prompts. Float32.
-
-    Attributes:
-        z: (batch, pos, unit) of the site that writes them.
-        rotation: rotary angles, or None.
-    """
+    """The queries, or the keys (one per key head), of a batch of prompts. Float32."""
 
     side: Side
-    z: Float[Tensor, "batch pos unit"]
-    rotation: Rotation | None
+    z: Float[Tensor, "batch pos unit"]  # (batch, pos, unit) of the site that writes them
+    rotation: Rotation | None  # rotary angles, or None
 
     @cached_property
     def raw(self) -> Float[Tensor, "batch head pos d_head"]:
@@ -250,18 +223,13 @@ class SideRun:
 
 @dataclass(frozen=True)
 class LayerScores:
-    """A batch of prompts in one layer, as its units make it. Float32.
-
-    Attributes:
-        q, k: the two sides (with the same z for units of attn_qkv).
-        shown: the host's scores with units attached, after cap and mask.
-        dense: the host's pattern without units; its rows sum to one also where the host rounds to 8 or 11 bits.
-    """
+    """A batch of prompts in one layer, as its units make it. Float32."""
 
     units: LayerUnits
-    q: SideRun
+    q: SideRun  # q, k: the two sides (with the same z for units of attn_qkv)
     k: SideRun
-    shown: Float[Tensor, "batch head pos pos"]
+    shown: Float[Tensor, "batch head pos pos"]  # the host's scores with units attached, after cap and mask
+    # the host's pattern without units; its rows sum to one also where the host rounds to 8 or 11 bits
     dense: Float[Tensor, "batch head pos pos"]
 
     @property
@@ -366,11 +334,8 @@ def run_layers(units: UnitSet, layers: Mapping[int, LayerUnits], tokens: Int[Ten
 def z_rms(
     units: UnitSet, layers: Mapping[int, LayerUnits], stream: TokenStream, batch_size: int
 ) -> dict[str, Float[Tensor, " unit"]]:
-    """Root mean square of z over a text, units attached, by site of these layers' Q and K units.
-
-    Raises:
-        AttachError, ValueError: as `run_layers`.
-    """
+    """Root mean square of z over a text, units attached, by site of these layers' Q and K units. Raises AttachError,
+    ValueError: as `run_layers`."""
     sites = list({side.site.name: side.site for each in layers.values() for side in (each.q, each.k)}.values())
     require_no_dropout(units.host.model)
     squares = {site.name: torch.zeros((), dtype=torch.float64) for site in sites}

@@ -221,11 +221,8 @@ def qk_screen(
 def _coefficients(
     units: LayerUnits, rotation: Rotation | None, top: int, distance: int, rms: Mapping[str, Float[Tensor, " _unit"]]
 ) -> tuple[Float[Tensor, "head _q _k"], Int[Tensor, "head _q"], Int[Tensor, "head _k"]]:
-    """gamma among the top units of each head, and which units they are.
-
-    Args:
-        rms: of z, by site; empty: units are ranked by their write norm alone.
-    """
+    """gamma among the top units of each head, and which units they are. rms: of z, by site; empty: units are ranked by their
+    write norm alone."""
     heads, device = units.heads, units.q.write.device
     head = torch.arange(heads.n_heads, device=device)
     key_head = head // heads.group

@@ -36,13 +36,11 @@ def open_workers(workers: int | str = 1, *, threads: int | None = None, retries:
             with all of them; Ray: 1, so that a node takes as many tasks as it has CPUs.
         retries: how often a task is tried again after its worker died (killed, out of memory, node lost).
 
-    Yields:
-        `Workers`; see `Workers.solve`, also for what it raises. A pool starts a process when there is a task for it;
-        that takes some 3 s, and 0.25 GB before its first matrix.
+    Yields: `Workers`; see `Workers.solve`, also for what it raises. A pool starts a process when there is a task for it; that
+    takes some 3 s, and 0.25 GB before its first matrix.
 
-    Raises:
-        ValueError: `workers`, `threads` or `retries` is not such a number or word; (RayMissingError) Ray is not
-            installed; RAY_ADDRESS answers not; no node has as many CPUs as `threads`.
+    Raises ValueError: `workers`, `threads` or `retries` is not such a number or word; (RayMissingError) Ray is not installed;
+    RAY_ADDRESS answers not; no node has as many CPUs as `threads`.
     """
     if workers != "ray" and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
         raise ValueError(f"workers={quoted(workers)}: give 1 (this process), a number of processes, or 'ray'")
@@ -57,18 +55,14 @@ def open_workers(workers: int | str = 1, *, threads: int | None = None, retries:
         share = max(1, torch.get_num_threads() // workers)
         backend: Backend = Pool(workers, share if threads is None else threads, retries)
     else:
-        backend = _ray(1 if threads is None else threads, retries)
+        try:
+            import ray  # noqa: F401
+        except ImportError as cause:
+            raise RayMissingError("workers='ray' needs Ray, which is not installed: pip install 'swd-lens[ray]'") from cause
+        from swd_lens.factorization.workers.cluster import Cluster
+
+        backend = Cluster(1 if threads is None else threads, retries)
     try:
         yield Workers(backend, None, alone_here=isinstance(workers, int) and threads is None)
     finally:
         backend.close()
-
-
-def _ray(threads: int, retries: int) -> Backend:
-    try:
-        import ray  # noqa: F401
-    except ImportError as cause:
-        raise RayMissingError("workers='ray' needs Ray, which is not installed: pip install 'swd-lens[ray]'") from cause
-    from swd_lens.factorization.workers.cluster import Cluster
-
-    return Cluster(threads, retries)

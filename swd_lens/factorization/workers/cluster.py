@@ -13,7 +13,6 @@ version installed.
 
 import os
 import socket
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
-from swd_lens.base.errors import callers_level, legible
+from swd_lens.base.errors import legible, warn
 from swd_lens.factorization.solve_task import SolveTask, threads_set_to
 from swd_lens.factorization.workers.order import Assignment, Failed, after_death, read_reply
 from swd_lens.factorization.workers.parcel import Parcel, attempt, pack_task
@@ -88,11 +87,19 @@ class Cluster:
 
     def _start(self, stored: _Stored) -> None:
         task = stored.task
+        # The estimate; or all of the largest node's memory, where the estimate is more: asking for more would wait for ever.
+        most = int(max((_offered(node, "memory") for node in _nodes()), default=0))
+        if task.bytes > most:
+            warn(
+                f"{task.site} is estimated to need {task.bytes / 1e9:.3g} GB; the largest node of the Ray cluster "
+                f"offers {most / 1e9:.3g} GB and gets it alone",
+                RuntimeWarning,
+            )
         remote = _remote.options(
             name=f"solve {task.site}",
             num_cpus=self._threads,
             num_gpus=1 if task.weight.device.type == "cuda" else 0,
-            memory=_requested_memory(task),
+            memory=min(task.bytes, most),
             max_retries=0,
         )
         self._waiting[remote.remote(stored.parcel, self._threads)] = stored
@@ -143,17 +150,3 @@ def _nodes() -> list[dict[str, Any]]:
 
 def _offered(node: dict[str, Any], resource: str) -> float:
     return float(node["Resources"].get(resource, 0.0))
-
-
-def _requested_memory(task: SolveTask) -> int:
-    """The estimate; or all of the largest node's memory, where the estimate is more: asking for more would wait for ever."""
-    most = int(max((_offered(node, "memory") for node in _nodes()), default=0))
-    if task.bytes > most:
-        warnings.warn(
-            RuntimeWarning(
-                f"{task.site} is estimated to need {task.bytes / 1000000000.0:.3g} GB; the largest node of the Ray cluster "
-                f"offers {most / 1000000000.0:.3g} GB and gets it alone"
-            ),
-            stacklevel=callers_level(),
-        )
-    return min(task.bytes, most)

@@ -8,12 +8,11 @@ So memory holds as many tasks as workers + 1, however many there are. An error w
 finished before it in order is given out first, as in one process; but nothing is drawn any more.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from swd_lens.base.errors import WorkerLostError, callers_level, legible
+from swd_lens.base.errors import WorkerLostError, legible, warn
 from swd_lens.factorization.solve_task import Solved, SolveTask, solve_task, threads_set_to
 from swd_lens.factorization.workers.parcel import Parcel, unpack_solved
 from swd_lens.solver import OnIteration
@@ -174,10 +173,7 @@ def after_death(assignment: Assignment, retries: int, worker: str, how: str) -> 
     assignment.attempts += 1
     task, n = assignment.task, assignment.attempts
     if n <= retries:
-        warnings.warn(
-            RuntimeWarning(f"the {worker} that solved {task.site} {legible(how)}; trying again ({n} of {retries} retries)"),
-            stacklevel=callers_level(),
-        )
+        warn(f"the {worker} that solved {task.site} {legible(how)}; trying again ({n} of {retries} retries)", RuntimeWarning)
         return None
     memory = f"it is estimated to need {task.bytes / 1e9:.3g} GB" if task.bytes else "its memory was not estimated"
     return Failed(

@@ -157,9 +157,6 @@ def _pack_factor(factor: Float[Tensor, "_rows _columns"]) -> PackedFactor:
     return PackedFactor(np.packbits(nonzero.view(-1).numpy()), dense[nonzero].numpy(), tuple(dense.shape))
 
 
-# ---------------------------------------------------------------------------------------------- a worker process
-
-
 def main(tasks: IO[bytes], results: IO[bytes], threads: int) -> None:
     """Never returns; the process ends when `tasks` does."""
     torch.set_num_threads(threads)

@@ -7,9 +7,10 @@
 3. A swap mounts the projection on the leaf and the HookPoint on the block and in the bridge's registry. Both are needed:
    hook_dict reads the registry alone, and a rescan of the model looks at attributes alone.
 4. What weight processing can fold away of a site's input is in norms.py, a prompt's kept prefix in cache.py.
+5. A bridge can be deep-copied and not pickled, attached or not: transformers and transformer_lens keep local functions in it.
+   Both ask `__reduce_ex__`; what only a pickle looks at is the `_Ticket` in `OnlyCopied`'s answer.
 """
 
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from swd_lens.base.errors import UnsupportedHostError, callers_level, legible
+from swd_lens.base.errors import AttachError, UnsupportedHostError, legible, warn
 from swd_lens.hosts.adapters import require_no_adapter
 from swd_lens.hosts.bridge import fused
 from swd_lens.hosts.bridge.experts import ExpertMatrix, call_matrices
@@ -44,7 +45,6 @@ from swd_lens.hosts.bridge.norms import (
     written_through,
 )
 from swd_lens.hosts.bridge.running import BridgeRuns
-from swd_lens.hosts.bridge.sent import OnlyCopied
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.host import Affine, Host, Register, Use, is_centered, matrix_entries, require_matrix, require_unattached
 from swd_lens.hosts.language import packed_in
@@ -70,33 +70,27 @@ class BridgeHost(BridgeRuns, Host):
             )
         blocks = self.blocks()
         if _ACCEPTED.get(model) != blocks:
-            self._require_matrices(blocks)
-            _ACCEPTED[model] = blocks
-
-    def _require_matrices(self, blocks: tuple[BlockShapes, ...]) -> None:
-        """Warn of matrices that are no sites; raise where no matrix is one, or some are packed or have an adapter."""
-        require_no_adapter(self.model.original_model)
-        if (packed := packed_in(self.model.original_model)) is not None:
-            raise UnsupportedHostError(
-                f"{packed}, no plain tensor: swd_lens factorizes what h @ W multiplies by. Load the model unquantized, or "
-                "dequantize it first"
-            )
-        others = [f"blocks.{layer}.{other}" for layer, block in enumerate(blocks) for other in block.other_matrices]
-        if not any(block.shapes for block in blocks):
-            raise UnsupportedHostError(
-                f"found no matrix to factorize in this bridge ({type(self.model.adapter).__name__}); its blocks have "
-                f"{', '.join(others[:4]) or 'no matrices'}, and swd_lens needs plain nn.Linear or Conv1D projections"
-            )
-        share = sum(block.numel_left for block in blocks) / matrix_entries(self)
-        if others and share >= _LEFT:
-            more = " ..." if len(others) > 4 else ""
-            warnings.warn(
-                UserWarning(
+            # Warn of matrices that are no sites; raise where no matrix is one, or some are packed or have an adapter.
+            require_no_adapter(self.model.original_model)
+            if (packed := packed_in(self.model.original_model)) is not None:
+                raise UnsupportedHostError(
+                    f"{packed}, no plain tensor: swd_lens factorizes what h @ W multiplies by. Load the model unquantized, or "
+                    "dequantize it first"
+                )
+            others = [f"blocks.{layer}.{other}" for layer, block in enumerate(blocks) for other in block.other_matrices]
+            if not any(block.shapes for block in blocks):
+                raise UnsupportedHostError(
+                    f"found no matrix to factorize in this bridge ({type(self.model.adapter).__name__}); its blocks have "
+                    f"{', '.join(others[:4]) or 'no matrices'}, and swd_lens needs plain nn.Linear or Conv1D projections"
+                )
+            share = sum(block.numel_left for block in blocks) / matrix_entries(self)
+            if others and share >= _LEFT:
+                more = " ..." if len(others) > 4 else ""
+                warn(
                     f"{len(others)} parts of this bridge hold matrices that are no sites: {', '.join(others[:4])}{more}; "
                     f"'all' leaves them out, which is {share:.2%} of the entries of its blocks' matrices"
-                ),
-                stacklevel=callers_level(),
-            )
+                )
+            _ACCEPTED[model] = blocks
 
     # ------------------------------------------------------------------ sites
 
@@ -310,3 +304,33 @@ class _Parameters(Shadow):
             "attached: transformer_lens would leave attached matrices out or give zeros. Detach first, or take "
             "state_dict()"
         )
+
+
+class OnlyCopied(Shadow):
+    """`__reduce_ex__` of a bridge that can be copied and not pickled."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def __call__(self, protocol: Any) -> tuple[Any, ...]:
+        _, _, *state = object.__reduce_ex__(self.model, 4)
+        return _empty, (type(self.model), _Ticket()), *state
+
+
+class _Ticket:
+    """Copied, not pickled."""
+
+    def __deepcopy__(self, memo: Any) -> "_Ticket":
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AttachError(
+            "a TransformerBridge cannot be pickled, saved by torch.save or sent to a process: transformers and "
+            "transformer_lens keep local functions in it. Save the factors (factors.save(folder)), send that folder and "
+            "what the host was loaded from, and attach there: swd.attach(load_host(name), FactorSet.load(folder))"
+        )
+
+
+def _empty(kind: Any, _: _Ticket) -> Any:
+    return kind.__new__(kind)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from swd_lens.hosts.families import CACHE_LAYERS
-from swd_lens.hosts.prefixes import appended, shape_only
+from swd_lens.hosts.host import appended, shape_only
 
 
 def is_known(cache: Any) -> bool:

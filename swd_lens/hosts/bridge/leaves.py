@@ -161,11 +161,8 @@ def mounted_site(module: nn.Module) -> str | None:
 
 
 def mount(modules: Sequence[nn.Module], projection: nn.Module, site_name: str, rows: Rows) -> None:
-    """Put the projection in place of the modules: a leaf, a whole MLP, or (then it is a `Packed`) the leaves q, k, v.
-
-    Args:
-        rows: of their block, which it watches.
-    """
+    """Put the projection in place of the modules: a leaf, a whole MLP, or (then it is a `Packed`) the leaves q, k, v. rows: of
+    their block, which it watches."""
     for part, module in enumerate(modules):
         # A child of the first only: parameters and state_dict list it once.
         (module._modules if part == 0 else module.__dict__)["unit_projection"] = projection

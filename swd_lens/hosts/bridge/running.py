@@ -24,8 +24,7 @@ from swd_lens.base.undo import Undo
 from swd_lens.hosts.bridge.cache import empty_cache, is_known, joined, repeated, to_run_on
 from swd_lens.hosts.bridge.leaves import arguments_of
 from swd_lens.hosts.families import facts_of
-from swd_lens.hosts.host import Begun, Start
-from swd_lens.hosts.prefixes import require_before, require_kept
+from swd_lens.hosts.host import Begun, Start, require_before, require_kept
 
 StandIn = tuple[nn.Module, Callable[..., Any]]  # a module, and what is called in its place, for the time being
 
@@ -42,11 +41,8 @@ _ATTRIBUTE = "unit_stand_in"
 
 
 def with_stand_ins(model: Any, stand_ins: Sequence[StandIn], run: Callable[[], Any]) -> Any:
-    """run(), with something else called in place of some of the model's modules.
-
-    Raises:
-        RuntimeError: it is called from within such a run: what stands in there would stand in here, too.
-    """
+    """run(), with something else called in place of some of the model's modules. Raises RuntimeError: it is called from within
+    such a run: what stands in there would stand in here, too."""
     if any(type(module) in _PLAIN for module in (*model.blocks, _unembedding(model))):
         raise RuntimeError("a hook ran this host in the middle of one of its runs; run it before or after, or run a copy")
     plain = [(module, type(module)) for module, _ in stand_ins]
@@ -125,11 +121,8 @@ def starting(model: Any, start: Start) -> list[StandIn]:
 
 
 def stopping(model: Any, layer: int, start: Start | None = None) -> list[StandIn]:
-    """Raise the residual stream before block `layer` (number of blocks: behind the last one), as `Reached`.
-
-    Args:
-        start: take up there, at a block before `layer`.
-    """
+    """Raise the residual stream before block `layer` (number of blocks: behind the last one), as `Reached`. start: take up
+    there, at a block before `layer`."""
 
     def raise_input(*args: Any, **kwargs: Any) -> Any:
         raise Reached(args[0] if args else kwargs["hidden_states"])
@@ -266,11 +259,8 @@ class BridgeRuns:
         return with_stand_ins(self.model, stand_ins, lambda: self._run(tokens, **self._without_cache()))
 
     def _run_last(self, tokens: Tensor, prefix: Any, first: int) -> Tensor:
-        """Logits (batch, pos, vocab), of the last position at least; with a prefix only that position is run.
-
-        Args:
-            first: the first block that is run; what the prefix keeps of earlier ones is not asked for.
-        """
+        """Logits (batch, pos, vocab), of the last position at least; with a prefix only that position is run. first: the first
+        block that is run; what the prefix keeps of earlier ones is not asked for."""
         if prefix is None:
             return self._run(tokens, **self._last_only(), **self._without_cache())
         require_kept(prefix, first)

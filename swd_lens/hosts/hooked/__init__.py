@@ -42,7 +42,23 @@ class HookedTransformerHost(HookedRuns, Host):
 
     def __init__(self, model: Any):
         self.model = model
-        _refuse_unsupported(model)
+        # Name what stands in the way, before anything is touched.
+        cfg = model.cfg
+        if getattr(cfg, "load_in_4bit", False):
+            raise UnsupportedHostError("cfg.load_in_4bit is on: quantized weights are not supported. Load the model without it.")
+        if getattr(cfg, "positional_embedding_type", "") == "shortformer":
+            raise UnsupportedHostError(
+                "cfg.positional_embedding_type is 'shortformer': it feeds Q and K another input than V, so attn_qkv has no "
+                "single input. Take a model with other positions"
+            )
+        for where in ("attn",) if cfg.attn_only else ("attn", "mlp"):
+            component = type(getattr(model.blocks[0], where))
+            if component not in PLAIN_TO_FACTORED and component not in FACTORED_TO_PLAIN:
+                known = ", ".join(plain.__name__ for plain in PLAIN_TO_FACTORED)
+                raise UnsupportedHostError(
+                    f"blocks.0.{where} is a {component.__name__}; swd_lens injects into {known}. A TransformerBridge leaves "
+                    'such parts out: load_host(name, kind="bridge")'
+                )
 
     # ------------------------------------------------------------------ sites and weights
 
@@ -199,7 +215,15 @@ class HookedTransformerHost(HookedRuns, Host):
         shadow_methods(self.model, refusals(_REWRITES, reason), register)
 
     def swap(self, site: Site, projection: nn.Module, hook: HookPoint, register: Register) -> None:
-        _refuse_settings(self.model.cfg, site)
+        # Settings under which a site's z would not be one vector per position.
+        flags = {}
+        if site.kind == "attn_o":
+            flags["use_attn_result"] = "would have one z per head instead of one vector per position"
+        if site.kind in READS_ATTENTION_INPUT:
+            flags["use_split_qkv_input"] = flags["use_attn_in"] = "would read another input from head to head"
+        for flag, why in flags.items():
+            if getattr(self.model.cfg, flag, False):
+                raise UnsupportedHostError(f"cfg.{flag} is on: {site.name} {why}. Switch it off: model.set_{flag}(False).")
         module, block = self._module(site), self.model.blocks[site.layer]
         mounted = module._modules.get("unit_projections", ())
         require_unattached(site, {f"blocks.{site.layer}.{kind}" for kind in mounted})
@@ -215,7 +239,17 @@ class HookedTransformerHost(HookedRuns, Host):
                 module._modules.pop("unit_projections", None)
             if block._modules.get(hook_attribute) is hook:
                 del block._modules[hook_attribute]
-            self._forget(site, hook)
+            # Take out of the model's dictionaries what is no longer in the model: this hook, and unmounted projections.
+            where = "attn" if site.kind.startswith("attn") else "mlp"
+            root = f"blocks.{site.layer}.{where}.unit_projections"
+            mounted = self._module(site)._modules.get("unit_projections")
+            for name in [name for name in self.model.mod_dict if name == root or name.startswith(root + ".")]:
+                kind = name.removeprefix(root).lstrip(".").partition(".")[0]
+                if mounted is None or (kind and kind not in mounted):
+                    del self.model.mod_dict[name]
+            for names in (self.model.hook_dict, self.model.mod_dict):
+                if names.get(site.hook_name) is hook:
+                    del names[site.hook_name]
 
         register(undo)
         if "unit_projections" not in module._modules:
@@ -226,22 +260,6 @@ class HookedTransformerHost(HookedRuns, Host):
         # What model.setup() would do, for this one hook: setup() walks the whole model.
         hook.name = site.hook_name
         self.model.hook_dict[site.hook_name] = self.model.mod_dict[site.hook_name] = hook
-
-    def _forget(self, site: Site, hook: HookPoint) -> None:
-        """Take out of the model's dictionaries what is no longer in the model: this hook, and unmounted projections.
-
-        The latter are there after a model.setup() only. Nothing is done twice, so an interrupted call can be repeated.
-        """
-        where = "attn" if site.kind.startswith("attn") else "mlp"
-        root = f"blocks.{site.layer}.{where}.unit_projections"
-        mounted = self._module(site)._modules.get("unit_projections")
-        for name in [name for name in self.model.mod_dict if name == root or name.startswith(root + ".")]:
-            kind = name.removeprefix(root).lstrip(".").partition(".")[0]
-            if mounted is None or (kind and kind not in mounted):
-                del self.model.mod_dict[name]
-        for names in (self.model.hook_dict, self.model.mod_dict):
-            if names.get(site.hook_name) is hook:
-                del names[site.hook_name]
 
     def _module(self, site: Site) -> Any:
         return getattr(self.model.blocks[site.layer], "attn" if site.kind.startswith("attn") else "mlp")
@@ -258,35 +276,3 @@ def _affine_of(norm: Any) -> Affine:
     """Weight and bias of a TransformerLens norm; LayerNormPre and RMSNormPre have neither, RMSNorm no bias."""
     weight, bias = getattr(norm, "w", None), getattr(norm, "b", None)
     return Affine(*(None if t is None else t.detach().float() for t in (weight, bias)))
-
-
-def _refuse_unsupported(model: Any) -> None:
-    """Name what stands in the way, before anything is touched."""
-    cfg = model.cfg
-    if getattr(cfg, "load_in_4bit", False):
-        raise UnsupportedHostError("cfg.load_in_4bit is on: quantized weights are not supported. Load the model without it.")
-    if getattr(cfg, "positional_embedding_type", "") == "shortformer":
-        raise UnsupportedHostError(
-            "cfg.positional_embedding_type is 'shortformer': it feeds Q and K another input than V, so attn_qkv has no "
-            "single input. Take a model with other positions"
-        )
-    for where in ("attn",) if cfg.attn_only else ("attn", "mlp"):
-        component = type(getattr(model.blocks[0], where))
-        if component not in PLAIN_TO_FACTORED and component not in FACTORED_TO_PLAIN:
-            known = ", ".join(plain.__name__ for plain in PLAIN_TO_FACTORED)
-            raise UnsupportedHostError(
-                f"blocks.0.{where} is a {component.__name__}; swd_lens injects into {known}. A TransformerBridge leaves "
-                'such parts out: load_host(name, kind="bridge")'
-            )
-
-
-def _refuse_settings(cfg: Any, site: Site) -> None:
-    """Settings under which a site's z would not be one vector per position."""
-    flags = {}
-    if site.kind == "attn_o":
-        flags["use_attn_result"] = "would have one z per head instead of one vector per position"
-    if site.kind in READS_ATTENTION_INPUT:
-        flags["use_split_qkv_input"] = flags["use_attn_in"] = "would read another input from head to head"
-    for flag, why in flags.items():
-        if getattr(cfg, flag, False):
-            raise UnsupportedHostError(f"cfg.{flag} is on: {site.name} {why}. Switch it off: model.set_{flag}(False).")

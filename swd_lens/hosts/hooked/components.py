@@ -32,9 +32,6 @@ def _project(module: Any, kind: str, h: Tensor, bias: Tensor | None, dense: Call
     return module.unit_projections[kind](h, bias, dense)
 
 
-# ---------------------------------------------------------------------------------------------- MLPs
-
-
 class FactoredMLP(MLP):
     """mlp_in, mlp_out or both (or the whole, "mlp") computed by mounted projections."""
 
@@ -71,9 +68,6 @@ class FactoredGatedMLP(GatedMLP):
             post = gate * self.hook_pre_linear(linear) + self.b_in
         post = self.hook_post(post)
         return _project(self, "mlp_out", post, self.b_out, lambda h: F.linear(h, self.W_out.T.contiguous(), self.b_out))
-
-
-# ---------------------------------------------------------------------------------------------- attention
 
 
 class _LeaveAtZ(Exception):

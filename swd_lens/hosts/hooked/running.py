@@ -20,8 +20,7 @@ from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValue
 from transformer_lens.utilities.activation_functions import apply_softcap
 
 from swd_lens.hosts.hooked.fused import takes
-from swd_lens.hosts.host import Begun, Start
-from swd_lens.hosts.prefixes import appended, require_before, require_kept, shape_only
+from swd_lens.hosts.host import Begun, Start, appended, require_before, require_kept, shape_only
 
 
 class _RepeatedEntry(TransformerLensKeyValueCacheEntry):
@@ -81,9 +80,6 @@ class _KeysAndValues(TransformerLensKeyValueCacheEntry):
     def append(self, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
         self.past_keys, self.past_values = new_keys, new_values
         raise _Filled
-
-
-# ---------------------------------------------------------------------------------------------- runs
 
 
 class HookedRuns:

@@ -59,11 +59,8 @@ def mlp(materials: Materials, settings: ItemSettings) -> ItemResult:
 def _compared(
     materials: Materials, settings: ItemSettings, surfaces: Mapping[str, Mapping[str, Any]], ablations: list[str]
 ) -> ItemResult:
-    """Measure the methods of each surface, and say what came out.
-
-    Args:
-        surfaces: what is replaced -> method -> its units, or what makes them.
-    """
+    """Measure the methods of each surface, and say what came out. surfaces: what is replaced -> method -> its units, or what
+    makes them."""
     how = {"recovered": settings["recovered"], "share_of_drop": settings["share_of_drop"]}
     ratios: list[Ratio] = []
     tables, pictures, words, of_surfaces = [], [], [], {}

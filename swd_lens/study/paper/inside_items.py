@@ -4,7 +4,6 @@ Each makes its factors (or takes over those of other items), calls a study of sw
 out.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -136,8 +135,17 @@ def query_key(materials: Materials, settings: ItemSettings) -> ItemResult:
     # Its pattern changes most among well rebuilt heads; among all heads where none is.
     case = (scan.best(1, max_dense_kl=_REBUILT) or scan.best(1))[0]
     replay = qk_replay(model, factors, case.pair, prompts[case.prompt])
+    # The largest error of each kind of matrix.
+    by_kind: dict[str, dict[int, float]] = {}
+    for name, value in measured.local_relmse.items():
+        layer, kind = split_name(name)
+        by_kind.setdefault(kind, {})[layer] = value
+    words = [
+        f"{kind} at most {max(of_kind.values()):.2%} (layer {max(of_kind, key=lambda layer, of=of_kind: of[layer])})"
+        for kind, of_kind in by_kind.items()
+    ]
     findings = [
-        _reconstruction(measured.local_relmse),
+        f"Relative squared error of the attention matrices, each on the dense model's inputs: {', '.join(words)}.",
         f"Of {len(scan.frame):,} cases (heads, pairs, prompts) the clearest is {case.pair} (gamma {case.pair.gamma:.3g}) on "
         f"{prompts[case.prompt]!r}: the pattern rebuilt from the factors is {case.dense_kl:.3g} nats from the dense one; without "
         f"query unit q{case.pair.q_unit} it moves by {case.removed_kl:.3g} nats, by at most {case.max_change:.2f} in one "
@@ -160,19 +168,6 @@ def query_key(materials: Materials, settings: ItemSettings) -> ItemResult:
     ]
     numbers = {"fidelity": measured.as_dict(), "cases": scan.frame.to_dict("records")}
     return result_of(settings, materials, findings, tables, pictures, numbers)
-
-
-def _reconstruction(errors: Mapping[str, float]) -> str:
-    """The largest error of each kind of matrix."""
-    by_kind: dict[str, dict[int, float]] = {}
-    for name, value in errors.items():
-        layer, kind = split_name(name)
-        by_kind.setdefault(kind, {})[layer] = value
-    words = [
-        f"{kind} at most {max(of_kind.values()):.2%} (layer {max(of_kind, key=lambda layer, of=of_kind: of[layer])})"
-        for kind, of_kind in by_kind.items()
-    ]
-    return f"Relative squared error of the attention matrices, each on the dense model's inputs: {', '.join(words)}."
 
 
 def _errors(measured: Fidelity) -> pd.DataFrame:

@@ -50,12 +50,8 @@ class Materials(Replacements):
         return kept_scores(self.parts, (surface, "scores", method, task.name, self.settings["positions"]), scored)
 
     def null(self, surface: str, method: str, make: Any, curve: CostCurve) -> CircuitNull | None:
-        """Random circuits of the edges of a curve's cheapest circuit at the threshold; None where it has none, but the empty one
-        or one of all units.
-
-        Args:
-            make: the method's units, or what makes them.
-        """
+        """Random circuits of the edges of a curve's cheapest circuit at the threshold; None where it has none, but the empty
+        one or one of all units. make: the method's units, or what makes them."""
         threshold = {"recovered": self.settings["recovered"]}
         if not curve.carries or not curve.cost_at(**threshold):
             return None

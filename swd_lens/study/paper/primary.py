@@ -37,28 +37,19 @@ _ALPHA = 0.05
 
 @dataclass(frozen=True)
 class Ratio(PlainRecord):
-    """One cell at one target, SWD beside one control.
-
-    Attributes:
-        part: "MLP", "attention" or "both": where the surface is.
-        swd, control: names of the methods; control is "" where no control is matched.
-        cheapest: whether the control is the cheapest on validation prompts in this cell.
-        swd_edges, control_edges: None where the target is not reached; of several seeds the median.
-        sign: 1 where SWD needs more edges than the control (than most of its seeds), -1 where it needs fewer, else 0.
-        carried: whether the surface carries the task, under SWD or under the control.
-    """
+    """One cell at one target, SWD beside one control."""
 
     task: str
     surface: str
-    part: str
+    part: str  # "MLP", "attention" or "both": where the surface is
     target: str
-    swd: str
+    swd: str  # swd, control: names of the methods; control is "" where no control is matched
     control: str
-    cheapest: bool
-    swd_edges: float | int | None
+    cheapest: bool  # whether the control is the cheapest on validation prompts in this cell
+    swd_edges: float | int | None  # swd_edges, control_edges: None where the target is not reached; of several seeds the median
     control_edges: float | int | None
-    sign: int
-    carried: bool
+    sign: int  # 1 where SWD needs more edges than the control (than most of its seeds), -1 where it needs fewer, else 0
+    carried: bool  # whether the surface carries the task, under SWD or under the control
 
     @property
     def log_ratio(self) -> float:
@@ -74,23 +65,18 @@ class Ratio(PlainRecord):
 
 @dataclass(frozen=True)
 class Test(PlainRecord):
-    """SWD beside one control, over surfaces.
-
-    Attributes:
-        fewer, more: surfaces on which SWD needs fewer edges than the control in most cells, and more.
-        median: over cells, of SWD's edges over the control's; infinite or zero where only one of the two has a circuit, NaN where
-            neither has.
-        p: two-sided sign test; NaN where no surface is won by either. p_holm: after Holm's adjustment over the controls.
-    """
+    """SWD beside one control, over surfaces."""
 
     part: str
     target: str
     swd: str
     control: str
-    fewer: int
+    fewer: int  # fewer, more: surfaces on which SWD needs fewer edges than the control in most cells, and more
     more: int
+    # over cells, of SWD's edges over the control's; infinite or zero where only one of the two has a circuit, NaN where neither
+    # has
     median: float
-    p: float
+    p: float  # two-sided sign test; NaN where no surface is won by either. p_holm: after Holm's adjustment over the controls.
     p_holm: float = math.nan
 
 

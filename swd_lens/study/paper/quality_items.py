@@ -14,7 +14,6 @@ from swd_lens.circuits import Comparison
 from swd_lens.circuits.comparison import priced
 from swd_lens.circuits.measure import Threshold
 from swd_lens.study.data_efficiency import data_efficiency
-from swd_lens.study.efficiency import DataEfficiency
 from swd_lens.study.paper.circuit_items import costs_table
 from swd_lens.study.paper.materials import Materials
 from swd_lens.study.paper.result import ItemResult, result_of, table_of
@@ -48,7 +47,24 @@ def tokens_needed(materials: Materials, settings: ItemSettings) -> ItemResult:
     table = measured.table()
     table["CE delta se"] = [point.fidelity.ce_delta_se for point in measured.points]
     reference = f"SWD (paper) s={sparsities[0]:g}"
-    reached = _tokens_to_reach(measured, reference, settings)
+    # Count, for every method, the fewest tokens to the reference's CE delta at the profile's calibration tokens.
+    asked = settings["calibration_tokens"]
+    points = [point for point in measured.points if point.method == reference]
+    at = min(points, key=lambda point: abs(point.tokens - asked))
+    exactly = measured.tokens_to_reach(at.fidelity.ce_delta)
+    within = measured.tokens_to_reach(at.fidelity.ce_delta + settings["tolerance"])
+    rows = [
+        {
+            "method": method,
+            "reference": f"{reference} at {at.tokens:,} tokens",
+            "its CE delta": at.fidelity.ce_delta,
+            "tokens to it": exactly[method],
+            "tokens to within the tolerance": within[method],
+            "times the reference's": (within[method] or math.nan) / at.tokens,
+        }
+        for method in measured.methods
+    ]
+    reached = pd.DataFrame(rows).astype({"tokens to it": "Int64", "tokens to within the tolerance": "Int64"})
     ratios = [
         f"{row['method']} {'never' if math.isnan(times) else f'{times:.3g} times as many'}"
         for row in reached.to_dict("records")
@@ -67,30 +83,6 @@ def tokens_needed(materials: Materials, settings: ItemSettings) -> ItemResult:
     title = f"Quality of {site} replaced, against tokens used"
     tables = [table_of("Every point", table), table_of("Tokens to the quality of SWD", reached)]
     return result_of(settings, materials, findings, tables, [Picture.of(measured.plot(), title, findings[0])], measured.as_dict())
-
-
-def _tokens_to_reach(measured: DataEfficiency, reference: str, settings: ItemSettings) -> pd.DataFrame:
-    """Count, for every method, the fewest tokens to the reference's CE delta at the profile's calibration tokens."""
-    asked = settings["calibration_tokens"]
-    points = [point for point in measured.points if point.method == reference]
-    at = min(points, key=lambda point: abs(point.tokens - asked))
-    exactly = measured.tokens_to_reach(at.fidelity.ce_delta)
-    within = measured.tokens_to_reach(at.fidelity.ce_delta + settings["tolerance"])
-    rows = [
-        {
-            "method": method,
-            "reference": f"{reference} at {at.tokens:,} tokens",
-            "its CE delta": at.fidelity.ce_delta,
-            "tokens to it": exactly[method],
-            "tokens to within the tolerance": within[method],
-            "times the reference's": (within[method] or math.nan) / at.tokens,
-        }
-        for method in measured.methods
-    ]
-    return pd.DataFrame(rows).astype({"tokens to it": "Int64", "tokens to within the tolerance": "Int64"})
-
-
-# ---------------------------------------------------------------------------------------------- zero-data
 
 
 def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:

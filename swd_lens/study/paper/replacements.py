@@ -43,11 +43,8 @@ SOLVERS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Replacements(Sources):
-    """The methods of the items; arguments as for `Sources`.
-
-    Attributes:
-        roles: method -> its role in comparisons, of every method that was asked for.
-    """
+    """The methods of the items; arguments as for `Sources`. roles: method -> its role in comparisons, of every method that was
+    asked for."""
 
     @functools.cached_property
     def roles(self) -> dict[str, str]:
@@ -96,11 +93,8 @@ class Replacements(Sources):
         )
 
     def solved(self, sites: Any, sparsities: Sequence[float], tokens: Mapping[float, int] | None = None) -> dict[str, Any]:
-        """Method -> what makes its factors: every solver at every sparsity.
-
-        Args:
-            tokens: sparsity -> calibration tokens, where they are not the profile's.
-        """
+        """Method -> what makes its factors: every solver at every sparsity. tokens: sparsity -> calibration tokens, where they
+        are not the profile's."""
         usual = self.settings["calibration_tokens"]
         fitted_on = {s: (tokens or {}).get(s, usual) for s in sparsities}
         # Fitted to other text it is another replacement, and needs another name.

@@ -23,11 +23,10 @@ from swd_lens.base.writer import writing
 from swd_lens.hosts.embedded import load_default_model
 from swd_lens.hosts.load import load_host
 from swd_lens.study.paper import circuit_items, inside_items, quality_items, whole_model
-from swd_lens.study.paper.costs import Cost, cost_of
+from swd_lens.study.paper.costs import SHAPES, Cost, Shape, cost_of
 from swd_lens.study.paper.materials import Materials
 from swd_lens.study.paper.result import RESULT, ItemResult
 from swd_lens.study.paper.settings import ITEMS, ItemSettings, profiles_of, settings_of
-from swd_lens.study.paper.shapes import SHAPES, Shape
 
 RUNS: dict[str, Callable[[Materials, ItemSettings], ItemResult]] = {
     "data-efficiency": quality_items.tokens_needed,
@@ -94,8 +93,7 @@ def plan(item: str = ALL, profile: str = "small", model: Any = None, **settings:
         model: a loaded host, or the name of one of the profiles'; None = the profile's.
         settings: values in place of the profile's, of the items that have them.
 
-    Raises:
-        ValueError: an unknown item, profile or setting, or a value of another type.
+    Raises ValueError: an unknown item, profile or setting, or a value of another type.
     """
     names = items_named(item, profile)
     asked = tuple(_changed(settings_of(name, profile), settings, names) for name in names)
@@ -129,8 +127,7 @@ def run_items(
         on_step: called with a line of text before each step; progress: bars within them.
         settings: values in place of the profile's, of the items that have them.
 
-    Returns:
-        item -> its result.
+    Returns: item -> its result.
 
     Raises:
         ValueError: an unknown item, profile or setting, a value of another type; and whatever the items raise.
@@ -182,11 +179,7 @@ def _run(materials: Materials, settings: ItemSettings, overwrite: bool) -> ItemR
 
 
 def results_in(folder: str | Path) -> dict[str, ItemResult]:
-    """The finished items of a folder, in the paper's order.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """The finished items of a folder, in the paper's order. Raises FileNotFoundError: there is none."""
     files = {name: Path(folder) / name / RESULT for name in ITEMS}
     finished = {name: ItemResult.load(path) for name, path in files.items() if path.is_file()}
     if not finished:

@@ -38,36 +38,25 @@ ITEMS = ("data-efficiency", "single-matrix", "full-model", "controls", "zero-dat
 
 @dataclass(frozen=True)
 class Setting(PlainRecord):
-    """One setting of an item in a profile.
-
-    Attributes:
-        value: what the profile has; paper: what the paper has, None where it says nothing of it.
-        source: the paper's section; "" where the setting is ours.
-        about: what it is, in a line.
-    """
+    """One setting of an item in a profile."""
 
     name: str
-    value: Any
+    value: Any  # what the profile has; paper: what the paper has, None where it says nothing of it
     paper: Any
-    source: str
-    about: str
+    source: str  # the paper's section; "" where the setting is ours
+    about: str  # what it is, in a line
 
 
 @dataclass(frozen=True)
 class ItemSettings(Mapping[str, Any]):
-    """An item's settings in a profile: name -> value, and what they are.
-
-    Attributes:
-        section: of the paper; question: what the item asks.
-        entries: name -> setting, those that all items share first.
-    """
+    """An item's settings in a profile: name -> value, and what they are."""
 
     item: str
     profile: str
     title: str
-    section: str
+    section: str  # of the paper; question: what the item asks
     question: str
-    entries: Mapping[str, Setting]
+    entries: Mapping[str, Setting]  # name -> setting, those that all items share first
 
     def __getitem__(self, name: str) -> Any:
         return self.entries[name].value
@@ -79,11 +68,7 @@ class ItemSettings(Mapping[str, Any]):
         return len(self.entries)
 
     def changed(self, **values: Any) -> "ItemSettings":
-        """Change some values.
-
-        Raises:
-            ValueError: a setting that the item does not have, or a value of another type.
-        """
+        """Change some values. Raises ValueError: a setting that the item does not have, or a value of another type."""
         entries = dict(self.entries)
         for name, value in values.items():
             if name not in entries:
@@ -114,11 +99,8 @@ class ItemSettings(Mapping[str, Any]):
 
 
 def settings_of(item: str, profile: str = "small") -> ItemSettings:
-    """The settings of an item in a profile.
-
-    Raises:
-        ValueError: no such item or profile, or one that the item does not have (the paper's Qwen models have two items).
-    """
+    """The settings of an item in a profile. Raises ValueError: no such item or profile, or one that the item does not have
+    (the paper's Qwen models have two items)."""
     if item not in ITEMS:
         raise ValueError(f"{quoted(item)} is no item of the paper; {legible(nearest(item, ITEMS))}")
     if profile not in PROFILES:

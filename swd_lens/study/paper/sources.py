@@ -115,11 +115,8 @@ class Sources:
         return next(task for task in self.tasks if task.name == name)
 
     def judged(self, surface: str) -> list[Task]:
-        """The tasks whose circuits are sought on a surface, without those that the dense host hardly does.
-
-        Args:
-            surface: what is replaced; behind a comma what tells it from others of the same.
-        """
+        """The tasks whose circuits are sought on a surface, without those that the dense host hardly does. surface: what is
+        replaced; behind a comma what tells it from others of the same."""
         asked = self.settings["judged"].get(surface.split(",")[0])
         least = self.settings["least_accuracy"]
         return [task for task in self.tasks if (asked is None or task.name in asked) and self.accuracy[task.name] >= least]
@@ -153,8 +150,6 @@ class Sources:
     @property
     def _separator(self) -> str | None:
         return "eos" if self.model.tokenizer.eos_token_id is not None else None
-
-    # ------------------------------------------------------------------------------------------ the folder
 
     def provenance(self) -> dict[str, Any]:
         """Model, fingerprints of weights and text, version: what stands in every result."""

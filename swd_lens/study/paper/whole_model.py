@@ -125,11 +125,8 @@ def _trained_sparse(materials: Materials, settings: ItemSettings, folder: Path) 
 
 
 def tuned_host(model: Any, tuned: FactorSet, circuit_sites: str) -> Any:
-    """Copy the host with every matrix replaced: the candidates' by the product of their factors, the others' attached.
-
-    Raises:
-        UnsupportedHostError: candidates that are neither mlp_out nor attn_o.
-    """
+    """Copy the host with every matrix replaced: the candidates' by the product of their factors, the others' attached. Raises
+    UnsupportedHostError: candidates that are neither mlp_out nor attn_o."""
     host = copy.deepcopy(model)
     candidates = [site.name for site in find_sites(host, circuit_sites)]
     for site in find_sites(host, circuit_sites):

@@ -63,11 +63,8 @@ def generate(family: str, split: str, n: int, seed: int = 0, templates: str = "s
 
 
 def stream(family: str, split: str, seed: int = 0, templates: str = "seen") -> Iterator[TaskExample]:
-    """The prompts of `generate`, one after the other, until there seem to be no more different ones.
-
-    Raises:
-        ValueError: an unknown family, split or templates.
-    """
+    """The prompts of `generate`, one after the other, until there seem to be no more different ones. Raises ValueError: an
+    unknown family, split or templates."""
     one_of("family", family, GENERATED)
     one_of("split", split, OWNERS if family in FAMILIES else SPLITS)
     one_of("templates", templates, TEMPLATES)

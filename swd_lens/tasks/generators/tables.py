@@ -138,9 +138,6 @@ def _before(items: tuple[str, ...], answer: str) -> dict[str, str]:
     return {slot: items[(last - _BEFORE + i) % len(items)] for i, slot in enumerate("abc")}
 
 
-# ---------------------------------------------------------------------------------------------- greater-than, last digit
-
-
 def _greater_digit(rng: random.Random, split: str) -> Draw:
     # Of the years that greater_than gives to this split those with a right and a wrong last digit beside their own.
     start = rng.choice([year for year in start_years(split) if 1 <= year % 10 <= 8])

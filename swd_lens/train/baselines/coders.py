@@ -93,8 +93,6 @@ class Transcoder(Coder):
         for bias, of in ((self.b_dec, x), (self.b_out, y)):
             bias.copy_(geometric_median(of) if self.spec.start == "median" else of.mean(0))
 
-    # ------------------------------------------------------------------ units
-
     def encode(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch unit"]:
         """z = relu((x - b_dec) W_enc + b_enc)."""
         return torch.relu((x - self.b_dec) @ self.W_enc + self.b_enc)
@@ -102,8 +100,6 @@ class Transcoder(Coder):
     def decode(self, z: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch d_out"]:
         """z W_dec + b_out: the site's output, its bias included."""
         return z @ self.W_dec + self.b_out
-
-    # ------------------------------------------------------------------ training
 
     def loss(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"], step: int) -> tuple[Tensor, Logged]:
         """The loss of a batch, and what to log: error, L1, L0, share of dead features (and the ghost term, where it is on)."""
@@ -174,8 +170,7 @@ def ghost_loss(
         error: the reconstruction error of the batch.
         loss: "mse" or "normed", as of `reconstruction_loss`.
 
-    Returns:
-        error's value; 0 where no feature is dead.
+    Returns: error's value; 0 where no feature is dead.
     """
     residual, error = residual.detach(), error.detach()
     if before.shape[1] == 0:

@@ -23,7 +23,7 @@ from swd_lens.base.settings import AUTO
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.calibration_text import grams_of
 from swd_lens.factorization.factorize import factorize, stamp
-from swd_lens.factorization.output_grams import collect_output_grams
+from swd_lens.factorization.gradients import collect_output_grams
 from swd_lens.hosts import Host, find_sites, host_of
 from swd_lens.hosts.sites import Ends, Pattern, Site, Span, side_of_units
 from swd_lens.train.baselines.fits import bias_of
@@ -215,17 +215,11 @@ def random_b_seeds(model: Any, sites: Pattern, seeds: Iterable[int] = range(10))
 
 @dataclass(frozen=True)
 class ExactControl:
-    """An exact factorization that stands beside SWD.
+    """An exact factorization that stands beside SWD."""
 
-    Attributes:
-        title: the method's name in tables.
-        make: (model, sites) -> its factors; with `of_text`, also tokens=.
-        of_text: whether it goes by the calibration text.
-    """
-
-    title: str
-    make: Callable[..., FactorSet]
-    of_text: bool = False
+    title: str  # the method's name in tables
+    make: Callable[..., FactorSet]  # (model, sites) -> its factors; with `of_text`, also tokens=
+    of_text: bool = False  # whether it goes by the calibration text
 
 
 # Control, as `run_study(controls=)` takes it -> what it is. A new one needs its record here.

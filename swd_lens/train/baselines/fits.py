@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from swd_lens.base.divergence import kl, log_probabilities
 from swd_lens.hosts import Host, Start
-from swd_lens.hosts.frozen import frozen
+from swd_lens.hosts.host import frozen
 from swd_lens.hosts.predictions import Predictions
 from swd_lens.hosts.recording import record, require_seen
 from swd_lens.hosts.sites import Site
@@ -126,11 +126,8 @@ class LocalFit(CoderFit):
 def activations(
     host: Host, site: Site, rows: Int[Tensor, "_rows pos"]
 ) -> tuple[Float[Tensor, "token d_in"], Float[Tensor, "token d_out"]]:
-    """A site's inputs and outputs in the dense host, float32: all positions of the rows, row after row.
-
-    Raises:
-        UnsupportedHostError: the host's forward never shows the site.
-    """
+    """A site's inputs and outputs in the dense host, float32: all positions of the rows, row after row. Raises
+    UnsupportedHostError: the host's forward never shows the site."""
     seen = record(host, rows, inputs=[site], outputs=[site], keep=lambda t: t.float().flatten(0, -2))
     return seen.inputs[site.name], seen.outputs[site.name]
 
@@ -265,11 +262,8 @@ class HostFit(CoderFit):
     def _kl_under(
         self, rows: Tensor, dense: Tensor, sources: Sequence[Tensor | None], routes: list[Tensor] | None = None
     ) -> tuple[Float[Tensor, ""], list[Tensor]]:
-        """KL(dense || masked), mean over positions, matrices without sources dense; and the others' raw importances.
-
-        Args:
-            dense: the dense host's run, see `Predictions.run`.
-        """
+        """KL(dense || masked), mean over positions, matrices without sources dense; and the others' raw importances. dense:
+        the dense host's run, see `Predictions.run`."""
         routed = [None for _ in sources] if routes is None else routes
         each = zip(sources, self.draws.noise, routed, strict=True)
         self._mask([None if source is None else Masking(source, noise, route) for source, noise, route in each])

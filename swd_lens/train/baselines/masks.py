@@ -32,16 +32,11 @@ _EPS = 1e-8
 
 @dataclass(frozen=True)
 class Masking:
-    """The masks under which one matrix's components compute in a forward.
+    """The masks under which one matrix's components compute in a forward."""
 
-    Attributes:
-        sources: None: masks are the importances themselves.
-        noise: None: importances are not jittered.
-        routed: (rows, pos), where the components are at work; elsewhere the dense matrix is. None: everywhere.
-    """
-
-    sources: Tensor | None = None
-    noise: Tensor | None = None
+    sources: Tensor | None = None  # None: masks are the importances themselves
+    noise: Tensor | None = None  # None: importances are not jittered
+    # (rows, pos), where the components are at work; elsewhere the dense matrix is. None: everywhere.
     routed: Tensor | None = None
 
 
@@ -86,9 +81,6 @@ class Draws:
 def seed_of(seed: int, step: int) -> int:
     """The seed of one step's random numbers."""
     return seed * 1_000_003 + step
-
-
-# ---------------------------------------------------------------------------------------------- adversaries
 
 
 class OneShot:

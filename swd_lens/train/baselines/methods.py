@@ -299,11 +299,8 @@ def _fit(
 
 
 def kept_steps(spec: TrainSpec, keep: Iterable[int] | int | None) -> frozenset[int]:
-    """Steps after which weights are kept: those that reach the token counts asked for, or 1, 2, 4, ...; and the last.
-
-    Raises:
-        TrainError: a count that is not positive, or beyond the budget.
-    """
+    """Steps after which weights are kept: those that reach the token counts asked for, or 1, 2, 4, ...; and the last. Raises
+    TrainError: a count that is not positive, or beyond the budget."""
     if keep is None:
         return frozenset({2**i for i in range(spec.steps.bit_length()) if 2**i <= spec.steps} | {spec.steps})
     counts = [keep] if isinstance(keep, int) else [n.item() if isinstance(n, np.generic) else n for n in keep]

@@ -33,14 +33,9 @@ _CHECKPOINT_FILES = (
 
 
 def config_of(config: Any) -> Any:
-    """A GPT2Config for sparse pretraining, whatever shape was given.
-
-    Args:
-        config: a GPT2Config, a dict of its arguments, or a host whose sizes are taken.
-
-    Raises:
-        TrainError: none of these; an argument that GPT2Config does not have; heads that do not divide the width.
-    """
+    """A GPT2Config for sparse pretraining, whatever shape was given. config: a GPT2Config, a dict of its arguments, or a host
+    whose sizes are taken. Raises TrainError: none of these; an argument that GPT2Config does not have; heads that do not
+    divide the width."""
     from transformers import GPT2Config
 
     if isinstance(config, Mapping):
@@ -142,8 +137,7 @@ def project_(matrix: Float[Tensor, "row column"], density: float) -> None:
 
     The rows' largest entries come first, then the largest of the rest, so that the total stays floor(d numel).
 
-    Raises:
-        ValueError: the budget does not give every row one entry.
+    Raises ValueError: the budget does not give every row one entry.
     """
     if density >= 1:
         return
@@ -170,13 +164,8 @@ def nonzeros(network: Any) -> dict[str, int]:
 
 def save(network: Any, tokenizer: Any, with_bos: bool, folder: Path) -> list[str]:
     """The checkpoint folder; returns its files, relative to the folder above it. Other files that lie there are left alone.
-
-    Args:
-        with_bos: whether the rows of the training text begin with BOS; the tokenizer's files say so to whoever loads them.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written.
-    """
+    with_bos: whether the rows of the training text begin with BOS; the tokenizer's files say so to whoever loads them. Raises
+    OSError: the disk is full, or the folder cannot be written."""
     forget(folder)
     part = folder.with_name(f".{folder.name}.part")  # one name: what a kill left of it goes with the next
     shutil.rmtree(part, ignore_errors=True)

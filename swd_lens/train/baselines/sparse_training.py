@@ -239,11 +239,7 @@ def _finished(folder: TrainingFolder) -> SparsePretrained:
 
 
 class SparseFit(Fit):
-    """A network in training, whose matrices are projected after every update.
-
-    Args:
-        row_length: tokens of a training row.
-    """
+    """A network in training, whose matrices are projected after every update. row_length: tokens of a training row."""
 
     title = "sparse_pretrain"
     unit: ClassVar[str] = "update"

@@ -68,10 +68,7 @@ class TrainSpec(Settings):
 
     def units(self, d_in: int, d_out: int) -> int:
         """Units of a site of this shape. The paper's 3,072 at GPT-2's c_proj and c_fc are "1x", its TC24k at the MLP "32x".
-
-        Raises:
-            TrainError: `width` is neither a number nor a multiple.
-        """
+        Raises TrainError: `width` is neither a number nor a multiple."""
         if isinstance(self.width, str) and (multiple := _MULTIPLE.match(self.width)) and float(multiple[1]) > 0:
             return max(1, round(float(multiple[1]) * max(d_in, d_out)))
         if not isinstance(self.width, int) or isinstance(self.width, bool) or self.width < 1:
@@ -274,10 +271,6 @@ VPD_KLS: Mapping[str, VpdSpec] = {
 
 
 def recipe(presets: Mapping[str, AnySettings], name: str, kind: str = "") -> AnySettings:
-    """The recipe of this name, for a site of this kind.
-
-    Raises:
-        TrainError: there is none.
-    """
+    """The recipe of this name, for a site of this kind. Raises TrainError: there is none."""
     of_mlp = f"{name}_mlp"
     return preset(presets, of_mlp if kind == "mlp" and of_mlp in presets else name, TrainError)

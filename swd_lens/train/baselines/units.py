@@ -51,10 +51,7 @@ METHODS: Mapping[str, tuple[type[TrainSpec], Callable[[int, int, Any], Coder]]] 
 
 class Trajectory(Mapping[int, Mapping[str, Tensor]]):
     """Tokens -> weights by name, on the CPU. With a folder each point is a file, read and checked when it is asked for.
-
-    Attributes:
-        hashes: tokens -> `tensor_digest` of the points in the folder.
-    """
+    hashes: tokens -> `tensor_digest` of the points in the folder."""
 
     def __init__(self, folder: Path | None = None, provenance: Mapping[str, Any] | None = None):
         self.folder, self.provenance = folder, dict(provenance or {})
@@ -63,11 +60,8 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
         self._files: dict[int, Any] = {}  # open, so that points stay readable when other units are saved over them
 
     def add(self, tokens: int, weights: Mapping[str, Tensor]) -> None:
-        """Keep these weights; a point that is there is replaced.
-
-        Raises:
-            OSError: the disk is full, or the folder cannot be written.
-        """
+        """Keep these weights; a point that is there is replaced. Raises OSError: the disk is full, or the folder cannot be
+        written."""
         on_cpu = {name: t.detach().cpu().contiguous().clone() for name, t in weights.items()}
         if self.folder is None:
             self._points[tokens] = on_cpu
@@ -78,11 +72,7 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
         self._points[tokens] = self.path(tokens)
 
     def take_over(self, tokens: int, digest: str) -> None:
-        """Add a point that the folder holds already.
-
-        Raises:
-            TrainError: it does not.
-        """
+        """Add a point that the folder holds already. Raises TrainError: it does not."""
         self.hashes[tokens] = digest
         path = self.path(tokens)
         try:
@@ -133,11 +123,7 @@ class UnitsIndex(SavedRecord):
 
     @classmethod
     def of_folder(cls, folder: Path) -> "UnitsIndex":
-        """Read a folder's index.
-
-        Raises:
-            TrainError: there is none, or it cannot be read.
-        """
+        """Read a folder's index. Raises TrainError: there is none, or it cannot be read."""
         with suppress(FileNotFoundError):
             if (folder / INDEX).is_file():
                 return cls.load(folder / INDEX)
@@ -327,15 +313,8 @@ def _remove_weights(folder: Path, kept: set[Path]) -> None:
 
 
 def coders_of(provenance: Mapping[str, Any], *, meta: bool = False, source: Path | None = None) -> nn.ModuleDict:
-    """Untrained coders of every site, by its kind.
-
-    Args:
-        meta: without memory, to be filled by load_state_dict(assign=True).
-        source: the folder that they are of, for the message.
-
-    Raises:
-        TrainError: settings that this swd_lens does not know.
-    """
+    """Untrained coders of every site, by its kind. meta: without memory, to be filled by load_state_dict(assign=True); source:
+    the folder that they are of, for the message. Raises TrainError: settings that this swd_lens does not know."""
     try:
         settings, coder = METHODS[provenance["method"]]
         spec = settings(**provenance["settings"])

@@ -66,8 +66,6 @@ class FinetuneFit(Fit):
         self.best: Heldout | None = None
         self.best_values: dict[str, Tensor] = {}
 
-    # ------------------------------------------------------------------ steps
-
     def schedule(self, step: int) -> dict[str, float]:
         return {"learning_rate": self.spec.rate(step, self.steps)}
 
@@ -105,8 +103,6 @@ class FinetuneFit(Fit):
     def _gradients(self) -> list[Tensor]:
         return [values.grad for values in self.parameters.values() if values.grad is not None]
 
-    # ------------------------------------------------------------------ held-out text
-
     def start(self) -> dict[str, float]:
         if self.heldout is None:
             return {}
@@ -143,8 +139,6 @@ class FinetuneFit(Fit):
             for name, values in self.parameters.items():
                 values.copy_(self.best_values[name])
             self.after = self.best
-
-    # ------------------------------------------------------------------ checkpoints
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"{name}.values": values.detach() for name, values in self.parameters.items()}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import FinetuneError
-from swd_lens.hosts.frozen import frozen
+from swd_lens.hosts.host import frozen
 from swd_lens.hosts.predictions import Predictions
 from swd_lens.units import Projection, UnitSet, attach
 from swd_lens.units.factors import Factors
@@ -32,11 +32,7 @@ _WHILE_TRAINING = "while factors are fine-tuned on this host: they stand for the
 
 
 class Support(nn.Module):
-    """One factor as values on fixed places.
-
-    Attributes:
-        values: (nnz,) float32, trainable, in row-major order of the places.
-    """
+    """One factor as values on fixed places. values: (nnz,) float32, trainable, in row-major order of the places."""
 
     def __init__(self, factor: Float[Tensor, "rows columns"], device: torch.device | str):
         super().__init__()
@@ -61,10 +57,7 @@ class TrainedProjection(Projection):
     """Factors in training; like `UnitProjection`, but for where read and write come from. Offsets are kept as they are."""
 
     def __init__(self, f: Factors, hook: HookPoint, like: Tensor):
-        """
-        Args:
-            like: a parameter of the host beside the site: its device is where the values lie.
-        """
+        """. like: a parameter of the host beside the site: its device is where the values lie."""
         super().__init__(hook)
         self.read, self.write = Support(f.read, like.device), Support(f.write, like.device)
         offsets = (None, None) if f.offsets is None else (f.offsets.unit, f.offsets.out)
@@ -89,20 +82,12 @@ def _plus(y: Tensor, constant: Tensor | None) -> Tensor:
     return y if constant is None else y + constant.to(y.dtype)
 
 
-# ---------------------------------------------------------------------------------------------- mounting
-
-
 @dataclass(frozen=True)
 class Mounted:
-    """A host with factors in training.
+    """A host with factors in training."""
 
-    Attributes:
-        units: the factors as they were given, all of them `Factors`.
-        projections: by site name, in execution order.
-    """
-
-    units: UnitSet
-    projections: dict[str, TrainedProjection] = field(default_factory=dict)
+    units: UnitSet  # the factors as they were given, all of them `Factors`
+    projections: dict[str, TrainedProjection] = field(default_factory=dict)  # by site name, in execution order
 
     def supports(self) -> dict[str, Support]:
         """ "blocks.0.mlp_out.read" -> its support, for every factor, in execution order."""
@@ -126,12 +111,9 @@ class Mounted:
 
 
 def trainable(model: Any, factors: Any) -> UnitSet:
-    """The units that were given, if all of them can be trained and attached.
-
-    Raises:
-        FinetuneError: a unit source that is not Factors, or without a nonzero entry.
-        AttachError, UnknownSiteError, UnitSourceError, UnsupportedHostError: see `swd_lens.attach`.
-    """
+    """The units that were given, if all of them can be trained and attached. Raises FinetuneError: a unit source that is not
+    Factors, or without a nonzero entry; AttachError, UnknownSiteError, UnitSourceError, UnsupportedHostError: see
+    `swd_lens.attach`."""
     units = UnitSet.of(model, factors)
     for name, coder in units.coders.items():
         raise FinetuneError(

@@ -199,9 +199,6 @@ def is_of_other_factors(path: Path, factors: Mapping[str, Factors]) -> bool:
         return False
 
 
-# ---------------------------------------------------------------------------------------------- the result
-
-
 def _result(engine: Engine, fit: FinetuneFit, provenance: Mapping[str, Any], preset: str) -> FactorSet:
     """The factors as they are now. The probe's inputs are seen in the host while all of them are still mounted: what enters a
     site depends on the sites before it only."""

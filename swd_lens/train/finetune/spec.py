@@ -107,9 +107,6 @@ PRESETS: Mapping[str, FinetuneSpec] = {
 
 
 def resolve(name: str, overrides: Mapping[str, Any]) -> FinetuneSpec:
-    """The settings of one call: those of the preset of this name, but for what is given.
-
-    Raises:
-        FinetuneError: an unknown preset or setting (the nearest are named), or a value out of range.
-    """
+    """The settings of one call: those of the preset of this name, but for what is given. Raises FinetuneError: an unknown
+    preset or setting (the nearest are named), or a value out of range."""
     return preset(PRESETS, name, FinetuneError).changed(overrides)

@@ -7,7 +7,7 @@ import torch
 
 import swd_lens as swd
 from swd_lens.base.errors import FinetuneError
-from swd_lens.hosts import frozen as freezing
+from swd_lens.hosts import host as freezing
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.train.finetune import finetune
 from swd_lens.train.finetune import fit as fit_module

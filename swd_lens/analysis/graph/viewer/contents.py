@@ -41,12 +41,8 @@ def contents(
     labels: Mapping[Any, Any],
     beside: GraphData | None,
 ) -> dict[str, Any]:
-    """Plain values for the page; see `show` (page.py) for the arguments.
-
-    Raises:
-        ValueError: groups, replays or attention paths of nodes that the graph does not have, or a label of no unit's name.
-        TypeError: an audit or a label of another type.
-    """
+    """Plain values for the page; see `show` (page.py) for the arguments. Raises ValueError: groups, replays or attention paths
+    of nodes that the graph does not have, or a label of no unit's name; TypeError: an audit or a label of another type."""
     graphs = [graph] if beside is None else [graph, beside]
     units: dict[str, str] = {}
     for each in graphs:
@@ -66,18 +62,25 @@ def contents(
     if attention is not None:
         values[0]["attention"] = _attention(graph, attention)
     number = _numbers(graph, [name for members in groups.values() for name in members], "these groups")
+    # Unit -> what is known of it; the labels given here win over the audit's, and these over the graph's.
+    cards = _cards(audit, units)
+    sites = {parse_unit(unit)[0] for unit in units}
+    given = {"{}/{}".format(*read_unit(unit, sites)): label for unit, label in labels.items()}
+    described: dict[str, Any] = {}
+    for unit, text in units.items():
+        card = cards.get(unit)
+        label = _label(unit, given.get(unit)) or getattr(card, "label", None) or UnitLabel(text or "")
+        about = {name: getattr(label, name) for name in ("label", "note", "author") if getattr(label, name)}
+        described[unit] = {**about, **({} if card is None else _card(card))}
     return {
         "version": __version__,
         "graphs": values,
-        "units": _units(units, audit, labels),
+        "units": described,
         "groups": [
             {"name": visible(name), "members": [number[node] for node in members]} for name, members in groups.items() if members
         ],
         "factors": {site: identity for g in graphs for site, identity in (g.settings.get("factors") or {}).items()},
     }
-
-
-# ---------------------------------------------------------------------------------------------- graphs
 
 
 def _graph(graph: GraphData) -> dict[str, Any]:
@@ -132,23 +135,6 @@ def _numbers(graph: GraphData, names: Iterable[str], what: str) -> dict[str, int
     return number
 
 
-# ---------------------------------------------------------------------------------------------- units
-
-
-def _units(units: Mapping[str, str], audit: Any, labels: Mapping[str, Any]) -> dict[str, Any]:
-    """Unit -> what is known of it; the labels given here win over the audit's, and these over the graph's."""
-    cards = _cards(audit, units)
-    sites = {parse_unit(unit)[0] for unit in units}
-    given = {"{}/{}".format(*read_unit(unit, sites)): label for unit, label in labels.items()}
-    described: dict[str, Any] = {}
-    for unit, text in units.items():
-        card = cards.get(unit)
-        label = _label(unit, given.get(unit)) or getattr(card, "label", None) or UnitLabel(text or "")
-        about = {name: getattr(label, name) for name in ("label", "note", "author") if getattr(label, name)}
-        described[unit] = {**about, **({} if card is None else _card(card))}
-    return described
-
-
 def _cards(audit: Any, units: Iterable[str]) -> dict[str, UnitCard]:
     """The cards or profiles of the units that an audit, or an iterable of cards, has."""
     if audit is None:
@@ -196,9 +182,6 @@ def _card(card: UnitCard) -> dict[str, Any]:
             shown["histogram"] = {"start": start, "width": card.histogram.width, "counts": counts[low:high]}
         shown["tokens_heard"], shown["density"] = card.n_tokens, _rounded(card.density, _FEW_DIGITS)
     return shown
-
-
-# ---------------------------------------------------------------------------------------------- values
 
 
 def _plain(column: pd.Series, digits: int | None = None) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Options that no factorization can be made with (options.py)."""
+"""Options that no factorization can be made with (`SolveOptions`)."""
 
 import pytest
 

@@ -3,7 +3,7 @@
 import pytest
 
 from swd_lens.hosts import host_of
-from swd_lens.hosts.frozen import frozen
+from swd_lens.hosts.host import frozen
 from tests import families
 
 

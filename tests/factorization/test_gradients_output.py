@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.factorization import gradients, output_grams
-from swd_lens.factorization.output_grams import collect_output_grams
+from swd_lens.factorization import gradients
+from swd_lens.factorization.gradients import collect_output_grams
 from swd_lens.hosts import find_sites
 from tests import families
 from tests.factorization.test_factorize import QUICK, assert_same
@@ -76,7 +76,7 @@ def test_both_hosts_agree_inside_an_mlp():
 def test_passes_have_room_for_their_sums(model, monkeypatch):
     made = swd.factorize(model, "all", **QUICK, tokens=TOKENS, weigh_outputs=True)
     passes: list[int] = []
-    collect = output_grams.collect_output_grams
+    collect = gradients.collect_output_grams
 
     def counted(model, sites, *arguments, **named):
         passes.append(len(sites))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from swd_lens.base.names import OURS, require_names
+from swd_lens.base.checks import OURS, require_names
 from swd_lens.base.step_cache import CALL, FOLDER
 from swd_lens.factorization import checkpoint, goal
 from swd_lens.hosts import made

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from swd_lens.solver import error
-from swd_lens.solver.error import relmse_of
+from swd_lens.solver import metric
+from swd_lens.solver.metric import relmse_of
 
 H = torch.randn(40, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 READ, WRITE, DENSE = (
@@ -20,7 +20,7 @@ def share(inputs):
 
 @pytest.mark.parametrize("tile", [1, 12, 2**21])
 def test_it_is_the_share_of_the_outputs_whatever_the_tiles(tile, monkeypatch):
-    monkeypatch.setattr(error, "_TILE", tile)
+    monkeypatch.setattr(metric, "_TILE", tile)
     gram = (H.T @ H).float()
     assert relmse_of(READ, WRITE, DENSE, gram) == pytest.approx(share(H), rel=1e-5)
     assert relmse_of(READ, WRITE, DENSE) == pytest.approx(share(torch.eye(6).double()), rel=1e-5)

@@ -1,4 +1,4 @@
-"""Presets (presets.py): names, and how they differ."""
+"""Presets (spec.py): names, and how they differ."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from swd_lens.base.errors import SpecError
 from swd_lens.factorization.solve import solve
 from swd_lens.solver import DEFAULT_PRESET, PRESETS, AnnealSpec
-from swd_lens.solver.presets import resolve
+from swd_lens.solver.spec import resolve
 
 WEIGHT = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
 
