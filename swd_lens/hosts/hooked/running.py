@@ -32,7 +32,8 @@ class _RepeatedEntry(TransformerLensKeyValueCacheEntry):
 
     def __init__(self, kept: TransformerLensKeyValueCacheEntry, times: int, taken_once: Callable[[Any], bool]):
         super().__init__(shape_only(kept.past_keys, times), shape_only(kept.past_values, times), frozen=True)
-        self.kept, self.times, self.taken_once = kept, times, taken_once
+        self.times, self.taken_once = times, taken_once
+        self.kept: Any = kept  # upstream's entry, which gets the rotated keys beside it
 
     def append(self, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
         if new_keys.shape[1] == 1 and self.taken_once(self):
