@@ -11,7 +11,9 @@ What a surface does not carry has no circuit, and its row says so.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from swd_lens.study.run import Run
 from swd_lens.study.section import Cell, ReportSection, SectionTable
 from swd_lens.study.stability import stability
 from swd_lens.study.stability_card import Stability
-from swd_lens.tasks.task import Task
+from swd_lens.tasks.task import Task, TaskSplit
 
 DRAWS = 19  # random circuits, random restorations and noises: the smallest p is 1 / 20
 STEPS, STARTS, PROMPTS = 8, 1, 48  # of an adversary that is weaker than the default of `attack`, in a twentieth of its time
@@ -63,7 +65,7 @@ def trusted(
         factors: the replacement that the circuit is of.
         circuit: of a surface that carries the task.
         n: random circuits, and random restorations; the smallest p is 1 / (n + 1).
-        steps, starts, max_prompts: of the adversary, see `swd_lens.attack`.
+        steps, starts, max_prompts: of the adversary, see `swd_lens.attack`; its prompts are of the commonest lengths.
         seed: of all draws.
         dense: see `swd_lens.evaluate`.
 
@@ -77,11 +79,21 @@ def trusted(
     """
     null = circuit_null(model, factors, task, circuit.scores, circuit=circuit, n=n, seed=seed, dense=dense)
     how: dict[str, Any] = {"steps": steps, "starts": starts, "max_prompts": max_prompts}
-    worst = attack(model, factors, task, circuit, **how, n=n, seed=seed, dense=dense)
+    # A step of the adversary costs a pass for each length of prompts: of the commonest lengths they cost a third.
+    fitted_on = replace(task, validation=_of_common_lengths(task.validation, max_prompts))
+    worst = attack(model, factors, fitted_on, circuit, **how, n=n, seed=seed, dense=dense)
     transfer = dense_transfer(model, factors, task, circuit, seed=seed, dense=dense)
     kept = transfer.table().set_index("measure").loc["recovered"]
     values = (worst.own, null.recovered_p, worst.recovered, worst.p, float(kept["error kept"]), transfer.p)
     return dict(zip(COLUMNS, values, strict=True))
+
+
+def _of_common_lengths(split: TaskSplit, n: int) -> TaskSplit:
+    """At most n prompts, those whose length most prompts have."""
+    lengths = [len(tokens) for tokens in split.tokens]
+    common = Counter(lengths)
+    order = sorted(range(len(split)), key=lambda i: (-common[lengths[i]], lengths[i], i))
+    return split.at(sorted(order[:n]))
 
 
 def look_at_trust(
