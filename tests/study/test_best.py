@@ -13,7 +13,7 @@ from swd_lens.circuits.measure import contents_of
 from swd_lens.study.best import BY_HEAD, FIRST, BestCircuit, _between, _part
 from swd_lens.tasks.streams import as_stream
 
-EXACT = ["neurons", "SVD", "SVD whitened", BY_HEAD]
+EXACT = ["neurons", "SVD", "SVD whitened", BY_HEAD.title]
 SITE, TASK = "blocks.2.attn_o", "gendered_pronoun"
 
 
