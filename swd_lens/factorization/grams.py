@@ -191,9 +191,7 @@ class _Sums:
             self.n_routed[site.name] = self.n_routed.get(site.name, 0) + int(flat.any(1).sum())
         self.of_first.setdefault(site.name, FirstPositions()).add(at_first)
         if site.name not in self.by_site:  # where the site is: layers may lie on several devices
-            # The device of a sum: beside the activations, or the CPU if it is large beside the device's free memory.
-            free = None if flat.device.type == "cpu" else available_bytes(flat.device)
-            device = torch.device("cpu") if free is not None and 8 * site.d_in**2 > _SHARE_OF_DEVICE * free else flat.device
+            device = _home(site.d_in, flat.device)
             self.by_site[site.name] = torch.zeros(site.d_in, site.d_in, dtype=torch.float64, device=device)
         _add_product(self.by_site[site.name], flat)
         if self.share and not h.is_inference():  # inference tensors have no version
@@ -299,6 +297,12 @@ def _add_product(total: Float[Tensor, "d_in d_in"], flat: Float[Tensor, "vector 
             total[rows, columns] += product
             if across > start:
                 total[columns, rows] += product.T
+
+
+def _home(d_in: int, device: torch.device) -> torch.device:
+    """The device of a sum: beside the activations, or the CPU if it is large beside the device's free memory."""
+    free = None if device.type == "cpu" else available_bytes(device)
+    return torch.device("cpu") if free is not None and 8 * d_in**2 > _SHARE_OF_DEVICE * free else device
 
 
 # ---------------------------------------------------------------------------------------------- targets
