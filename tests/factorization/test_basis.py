@@ -193,7 +193,7 @@ def test_a_call_that_goes_on_takes_over_what_the_first_was_told(model, tmp_path,
     made = swd.factorize(model, "mlp_out", out=tmp_path, **how)
     monkeypatch.setattr(basis, "gradient_passes", lambda *_, **__: pytest.fail("the text was asked again"))
     assert_same(swd.factorize(model, "mlp_out", out=tmp_path, **how), made)
-    with pytest.raises(swd.ResumeError, match="calibration tokens"):
+    with pytest.raises(swd.ResumeError, match="the tokens"):
         swd.factorize(model, "mlp_out", out=tmp_path, **{**how, "tokens": TOKENS.flip(0)})
 
 
