@@ -8,7 +8,9 @@ the coordinates of the metric C (metric.py); the loss is tr((M - AB)^T C (M - AB
    the other factor is M pruned to half its budget. Where units outnumber coordinates, M's entries are dealt at random to a
    coordinate's copies. Below, "short" is the side that units start on.
    A small matrix that is a product of sparse factors starts as its pieces (pieces.py) or as the sparsest basis of its span
-   (span.py) instead, and the alternation begins late, or not at all, or again (`restarts`).
+   (span.py) instead, and the alternation begins late, or not at all, or again (`restarts`). Wherever it starts, there is
+   another solution in which budgets move, units are born, and are exchanged in the end (`AnnealSpec.patient`); the lower
+   error counts.
 3. Alternate T times, short-side factor first. The penalty rho and the blend g of the full metric C_g = (1-g) I + g C
    rise, a small ridge falls. One block update, X dense, Z its sparse copy, D the dual:
      a. The held factor's rows are scaled to unit norm. X solves the ridge regression with + rho ||X - (Z - D)||^2.
@@ -46,7 +48,7 @@ from swd_lens.solver.refine import Matrix, refine
 from swd_lens.solver.rotate import rotated
 from swd_lens.solver.shapes import Dense, Read, Write
 from swd_lens.solver.spec import AUTO, AnnealSpec, OnIteration, Step
-from swd_lens.solver.start import Block, share_out, start, start_from_product
+from swd_lens.solver.start import Block, is_product, share_out, start, start_from_product
 from swd_lens.solver.support import first_largest, keep_exactly, kth_largest_estimate, magnitude_sample, tie_floor
 from swd_lens.solver.wide import Solve
 from swd_lens.solver.workspace import Workspace
@@ -113,11 +115,13 @@ def factorize(
         spec = replace(spec, rho_end=automatic_rho_end(sparsity, least_share, shrinkage, calibrated=calibrated))
     read, write = start(target, units, budget, spec)
     first = start_from_product(read, write, target, metric, spec)
+    patient = spec.patient() if is_product(target, spec) else spec
     again = 0 if first is None or first == spec.alternations else spec.restarts
-    restarts = [spec.changed({"rho_start": spec.rho_start * 2.0**n}) for n in range(1, again + 1)]
-    solutions = [solved(read.copy(), write.copy(), target, metric, restart, None, first or 0) for restart in restarts]
-    solutions.append(solved(read, write, target, metric, spec, on_iteration, first or 0))
-    a, b = solutions[0] if again == 0 else min(solutions, key=lambda factors: metric.error(target, *factors))
+    tries = [patient.changed({"rho_start": spec.rho_start * 2.0**n}) for n in range(1, again + 1)]
+    tries += [spec] * (patient != spec)
+    solutions = [solved(read.copy(), write.copy(), target, metric, each, None, first or 0) for each in tries]
+    solutions.append(solved(read, write, target, metric, patient, on_iteration, first or 0))
+    a, b = solutions[0] if not tries else min(solutions, key=lambda factors: metric.error(target, *factors))
     return metric.undo(a), b * scale
 
 

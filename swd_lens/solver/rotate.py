@@ -52,12 +52,14 @@ def rotated(read: Read, write: Write, target: Dense, metric: Metric, trials: int
 
 
 def near_residual(read: Read, write: Write, target: Dense, generator: torch.Generator) -> Int[Tensor, " chosen"]:
-    """Step 1: indices of units, drawn."""
+    """Step 1: indices of units, drawn. Draws go by size, not by place: other orders of channels and units draw the same."""
     residual = (target - read @ write).square()
     size = int(torch.randint(FEWEST, min(MOST, len(write)) + 1, (1,), generator=generator))
-    entry = int(torch.multinomial(residual.flatten().cpu().to(torch.float32), 1, generator=generator))
-    row, column = divmod(entry, target.shape[1])
-    draws = torch.rand(3, len(write), generator=generator).to(read)
+    entries = residual.flatten().cpu().sort(descending=True, stable=True)
+    drawn = int(torch.multinomial(entries.values.to(torch.float32), 1, generator=generator))
+    row, column = divmod(int(entries.indices[drawn]), target.shape[1])
+    by_size = (read.norm(dim=0) * write.norm(dim=1)).argsort(descending=True, stable=True).argsort()
+    draws = torch.rand(3, len(write), generator=generator).to(read)[:, by_size]
     reach = ((residual @ (write != 0).to(read).T) * (read != 0)).sum(0)
     at_entry = (read[row] != 0) * (1 + draws[0]) + (write[:, column] != 0) * (1 + draws[1])
     elsewhere = 2 * draws[2] * reach / reach.max().clamp_min(torch.finfo(reach.dtype).tiny)

@@ -17,6 +17,7 @@ from swd_lens.solver.automatic import (
     DOUBLE_UP_TO,
     GRAM_AT_FIRST,
     GRAM_FROM,
+    PATIENCE,
     automatic_alternations,
     automatic_balance,
     automatic_shrinkage,
@@ -203,7 +204,8 @@ class AnnealSpec(ShrinkingSpec):
     # The other factor starts as the rescaled target pruned to this share of its budget.
     start_share: float | int = setting(0.5, above=0, at_most=1)
 
-    # "auto": a small matrix that is a product of sparse factors starts as its pieces (pieces.py) or its sparsest basis (span.py).
+    # "auto": a small matrix that is a product of sparse factors starts as its pieces (pieces.py) or its sparsest basis (span.py),
+    # and has PATIENCE. "coordinates": none of it.
     # "rotated": coordinates are turned in pairs drawn by `seed` first, so that no unit starts as one; it is there to ask what of
     # the units the start plants (`swd_lens.study.stability`).
     start: str = setting("auto", one_of=("auto", "coordinates", "rotated"))
@@ -260,6 +262,10 @@ class AnnealSpec(ShrinkingSpec):
             "balance": automatic_balance(d_in, d_out, precision) if standard else 0.0,
         }
         return self.changed({name: value for name, value in automatic.items() if getattr(self, name) == AUTO})
+
+    def patient(self) -> "AnnealSpec":
+        """These settings with at least PATIENCE, for a small matrix that is a product of sparse factors (`is_product`)."""
+        return self.changed({name: max(getattr(self, name), least) for name, least in PATIENCE.items()})
 
     @property
     def alternations(self) -> int:

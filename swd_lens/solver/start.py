@@ -5,6 +5,7 @@
    random pairs first (`turned`).
 2. `start_from_product`: a small matrix that is a product of sparse factors starts as its pieces, where it is sparse itself
    (pieces.py), or as the sparsest basis of its span (span.py), if that comes much nearer to it.
+3. `is_product`: whether a small matrix shows by its own entries that it is one, and is worth patience wherever it starts.
 """
 
 import math
@@ -27,6 +28,9 @@ from swd_lens.solver.swaps import EXACT
 # Units start from pieces or a span if their product has at most this share of the coordinates' error; below the smaller share the
 # alternation begins late (AnnealSpec.late), and of EXACT factors it does not begin.
 MUCH_NEARER, NEAR = 0.5, 0.2
+# A product of sparse factors has rows and columns of which at most this share says anything (`is_product`): planted ones .09 to
+# .45, with noise of a tenth .11 to .33; the embedded model's matrices and SmolLM2's smallest .50 and more, normal values 2 / pi.
+SPARSE_PRODUCT = 0.45
 
 
 @dataclass
@@ -117,7 +121,7 @@ def start_from_product(
     read: Block, write: Block, target: Float[Tensor, "d_in d_out"], metric: Metric, spec: AnnealSpec
 ) -> int | None:
     """Step 2 for a product of sparse factors, in place, and the alternation to begin with; None where nothing is much nearer."""
-    if spec.start != "auto" or spec.basis != "paper" or target.numel() > DOUBLE_UP_TO:
+    if not _may_be_product(target, spec):
         return None
     units, total = len(write.factor), read.budget + write.budget
     for propose in (lambda: from_pieces(target, units, total, metric), lambda: from_span(target, units, total)):
@@ -135,6 +139,23 @@ def start_from_product(
             return spec.alternations
         return round(spec.late * spec.alternations) if error < NEAR**2 * of_coordinates else 0
     return None
+
+
+def is_product(target: Float[Tensor, "d_in d_out"], spec: AnnealSpec) -> bool:
+    """Whether rows and columns of a small matrix are sparse, as of a product of sparse factors, with noise or without.
+
+    Of each side the mean share (sum |w|)^2 / (n sum w^2), each vector by its sum of squares: inputs of great scale make a matrix
+    sparse, but not its rows.
+    """
+
+    def share(vectors: Matrix) -> float:
+        return float(vectors.abs().sum(1).square().sum() / vectors.square().sum()) / vectors.shape[1]
+
+    return _may_be_product(target, spec) and max(share(target), share(target.T)) <= SPARSE_PRODUCT
+
+
+def _may_be_product(target: Float[Tensor, "d_in d_out"], spec: AnnealSpec) -> bool:
+    return spec.start == "auto" and spec.basis == "paper" and target.numel() <= DOUBLE_UP_TO
 
 
 def share_out(read: Block, write: Block, reads: int) -> None:

@@ -4,8 +4,10 @@ import torch
 
 from swd_lens.factorization.solve import solve
 from swd_lens.solver import Budget
+from swd_lens.solver.metric import Metric
 from swd_lens.solver.spec import AnnealSpec
-from swd_lens.solver.start import owners, share_out, start, turned
+from swd_lens.solver.start import is_product, owners, share_out, start, turned
+from swd_lens.truth.planted import Plant, planted
 from swd_lens.units.factors import Factors
 from tests.solver.matrices import gram_of, weight_of
 
@@ -65,3 +67,22 @@ def test_budgets_are_shared_out_within_what_factors_hold():
     for reads, shares in ((10, (10, 16)), (0, (4, 22)), (99, (16, 10))):
         share_out(read, write, reads)
         assert (read.budget, write.budget) == shares
+
+
+def test_products_of_sparse_factors_are_told_from_ordinary_matrices():
+    """Also where inputs are of very unequal scale, which makes a matrix sparse, but not its rows."""
+    auto, plant = AnnealSpec(), Plant(40, 24, 16, 3, 3, noise=0.1)
+    product = planted(plant, 0).weight.double()
+    assert is_product(product, auto)
+    for other in (AnnealSpec(start="coordinates"), AnnealSpec(start="rotated"), AnnealSpec(basis="input")):
+        assert not is_product(product, other)
+    for shape in ((24, 10), (10, 24), (16, 16), (64, 32)):
+        scaled = Metric.scaled(weight_of(shape).double(), gram_of(shape[0]).double(), 0.0)[1]
+        assert not is_product(weight_of(shape).double(), auto) and not is_product(scaled, auto)
+
+
+def test_a_product_is_solved_with_patience_and_comes_no_less_near():
+    drawn = planted(Plant(40, 24, 16, 3, 3, noise=0.01), 0)
+    how = {"edges": drawn.edges, "units": 16}
+    patient, plain = (solve(drawn.weight, **how, start=start) for start in ("auto", "coordinates"))
+    assert patient.relative_frobenius(drawn.weight) < 0.9 * plain.relative_frobenius(drawn.weight)

@@ -72,13 +72,13 @@ def test_a_saturated_attention_hides_units_from_gradients(hosts):
     assert circuit_aurocs(host.truths, host.circuits["induction"], found, scores)[0] == pytest.approx(0.75)
 
 
-@pytest.mark.slow
-def test_swd_finds_the_units_of_a_compiled_host():
-    """The known answer: on the axes, at small noise, every unit and every entry."""
-    host = compiled(noise=0.01, prompts=12)
+@pytest.mark.parametrize("noise", [0.0, 0.01, pytest.param(0.1, marks=pytest.mark.slow)])
+def test_swd_finds_the_units_of_a_compiled_host(noise):
+    """The known answer: on the axes, at small noise, every unit and every entry, by the solver's defaults."""
+    host = compiled(noise=noise, prompts=12)
     for layer, site in enumerate(SITES):
         truth = host.truths[site]
         weight = host.model.blocks[layer].attn.W_O.detach().flatten(0, 1)
-        found = solve(weight, edges=truth.edges, units=truth.n_units, preset="deep")
+        found = solve(weight, edges=truth.edges, units=truth.n_units)
         assert support_f1(truth, found.read, found.write) == 1.0
-        assert mmcs(truth, found.read, found.write) > 0.999
+        assert mmcs(truth, found.read, found.write) > (0.999 if noise < 0.1 else 0.99)
