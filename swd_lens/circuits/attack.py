@@ -13,10 +13,16 @@
    circuit's own, it falls with the budget, and at budget 0 it is the circuit's own.
 5. Rank p-value: (1 + how many of n random restorations leave a margin as low as the adversary's) / (n + 1), on test prompts and
    without the rule of 4. It is uniform where the adversary has learned nothing (tests/circuits/test_attack.py).
+
+Every step of the descent, and the runs on test prompts, are parts of the call (base/step_cache.py): with `out`, the same call
+after an interruption goes on behind the last finished one.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -24,11 +30,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from swd_lens.base import __version__
 from swd_lens.base.checks import bounded
 from swd_lens.base.figures import INK, new_figure, style
+from swd_lens.base.fingerprints import host_fingerprint, splits_fingerprint
+from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import SavedRecord
+from swd_lens.base.step_cache import StepCache
 from swd_lens.base.surroundings import with_torch_defaults
+from swd_lens.base.writer import writing
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.fast_forward import Masks
@@ -45,6 +56,7 @@ BUDGET, STEPS, STARTS = 0.1, 20, 4
 _FIRST_STEP = 0.5  # of a share; steps get shorter to the last
 _SHOWN = 8  # units that a card names
 _BISECTIONS = 50
+FILE = "attack.json"
 
 
 @dataclass(frozen=True, repr=False)
@@ -183,6 +195,7 @@ class Attack(SavedRecord):
         return self.plot(), self.table(), "Units that the adversary restores most:", self.shares.head(_SHOWN)
 
 
+@says_when_interrupted
 @with_torch_defaults
 def attack(
     model: Any,
@@ -200,6 +213,8 @@ def attack(
     batch_size: int = 256,
     tokens_per_forward: int = 16_384,
     dense: DenseCache | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
     progress: bool = False,
 ) -> Attack:
     """Restore outside units in part, such that a kept circuit recovers least (ours).
@@ -218,6 +233,8 @@ def attack(
         max_prompts: validation prompts used, the first of the split; what runs share is kept in memory for all of them.
         ablation, batch_size, tokens_per_forward, dense: see `swd_lens.evaluate`; passes with gradients have a quarter of the
             tokens at once.
+        out: a folder for finished steps and attack.json; the same call goes on there after an interruption.
+        overwrite: start again, in place of what `out` holds.
         progress: show a bar.
 
     Returns:
@@ -230,6 +247,8 @@ def attack(
         ValueError: a budget outside 0 .. 1, no step, start or random restoration; a circuit of other factors, or of every unit
             that reads and writes; a margin without gradient; and see `swd_lens.evaluate`.
         UnsupportedHostError: no gradient passes this host.
+        ResumeError: `out` holds another attack; every difference is named.
+        OSError: `out` cannot be written (a FolderInUseError: another call writes it).
     """
     budgets = _budgets(budget)
     for name, value in (("steps", steps), ("starts", starts), ("n", n), ("max_prompts", max_prompts)):
@@ -240,42 +259,51 @@ def attack(
     fitted_on, scores = fitted_on.first(max_prompts), circuit.scores
     dense = DenseCache() if dense is None else dense
     how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward, "dense": dense}
-    with attach(model, factors) as attachment:
+    settings = {"budgets": budgets, "steps": steps, "starts": starts, "n": n, "seed": seed, "ablation": ablation}
+    settings |= {"fitted on": fitted_on.name, "n_fitted": len(fitted_on), "test_split": split.name, "n_test": len(split)}
+    settings |= {"positions": scores.settings["positions"], "circuit": dict(circuit.provenance), **standing_hooks(model)}
+    folder = None if out is None else Path(out)
+    with nullcontext() if folder is None else writing(folder, "attack"), attach(model, factors) as attachment:
         kept, valid = in_ranking(scores, circuit), valid_in_ranking(scores, circuit.edges)
         may = valid & ~kept
         if not bool(may.any()):
             raise ValueError(
                 f"the circuit has all {int(valid.sum()):,} units that read and write: nothing outside can be restored"
             )
+        question = {"swd_lens": __version__, "the units": attachment.factors.identities, "the ranking": scores.ranking()}
+        if folder is not None:  # hashes of a host take as long as it is large
+            question |= {"the host": host_fingerprint(model, model.cfg), "prompts": splits_fingerprint((fitted_on, split))}
+        parts = StepCache(folder, question | {"units of the circuit": circuit.units, **settings}, overwrite=overwrite)
         # 1. Fit the adversary.
         runner = InterventionRunner(host_of(model), attachment, fitted_on, scores, ablation, keep=True, **how)
-        adversary = Adversary(runner, scores, valid, steps=steps, starts=starts, seed=seed, progress=progress)
+        adversary = Adversary(runner, scores, valid, steps=steps, starts=starts, seed=seed, progress=progress, parts=parts)
         found = adversary.worst(kept, budgets)
         # 2. Judge it beside random restorations: the empty circuit, the circuit, then budget by budget.
         dealt = torch.cat([torch.stack([of, *deal(of, may, n, seed + i)]) for i, of in enumerate(found)])
         given = torch.cat([torch.zeros(2, len(kept)), dealt])
         sets = torch.cat([torch.zeros(1, len(kept), dtype=torch.bool), kept.expand(1 + len(dealt), -1)])
-        runner = InterventionRunner(host_of(model), attachment, split, scores, ablation, **how)
-        outcome, full = runner.run(len(given), lambda rows: partial_masks(scores, sets[rows], given[rows]))
-        q_dense = runner.dense().margins[0]
-    empty, keep = outcome.margins[0], outcome.margins[1:]
-    carried = Carried.of(full.margins[0], empty, float(q_dense.mean()))
-    values = measured(Margins(keep, keep, full.margins[0], empty, q_dense), carried, split.task)
+
+        def judged() -> tuple[dict[str, Tensor], dict[str, Any]]:
+            runner = InterventionRunner(host_of(model), attachment, split, scores, ablation, **how)
+            outcome, whole = runner.run(len(given), lambda rows: partial_masks(scores, sets[rows], given[rows]))
+            return {"runs": outcome.margins, "full": whole.margins[0], "dense": runner.dense().margins[0]}, {}
+
+        margins = parts.tensors(("judged",), judged, lambda tensors, _: tensors)
+    q_dense, full, empty, keep = margins["dense"], margins["full"], margins["runs"][0], margins["runs"][1:]
+    carried = Carried.of(full, empty, float(q_dense.mean()))
+    values = measured(Margins(keep, keep, full, empty, q_dense), carried, split.task)
     rows = pd.DataFrame({"run": ["circuit", *(["adversary", *["random"] * n] * len(budgets))]})
     rows["budget"] = [0.0, *(b for b in budgets for _ in range(1 + n))]
     rows["restored"] = (given[1:][:, may].double().mean(1)).tolist()
     columns = [f"{of}{end}" for of in ("recovered", "sufficiency") for end in ("", " low", " high")]
     rows = pd.concat([rows, values[[*columns, "q keep"]]], axis=1)
-    settings = {"budgets": budgets, "steps": steps, "starts": starts, "n": n, "seed": seed, "ablation": ablation}
-    settings |= {"fitted on": fitted_on.name, "n_fitted": len(fitted_on), "test_split": split.name, "n_test": len(split)}
-    settings |= {"positions": scores.settings["positions"], "circuit": dict(circuit.provenance), **standing_hooks(model)}
-    return Attack(
+    result = Attack(
         rows,
         _shares(scores, budgets, found),
         split.task,
         surface_name(scores.scores),
         carried.q_dense,
-        float(full.q),
+        float(full.mean()),
         float(empty.mean()),
         carried.se,
         circuit.n_units,
@@ -284,6 +312,9 @@ def attack(
         settings,
         circuit,
     )
+    if folder is not None:
+        result.save(folder / FILE)
+    return result
 
 
 def _budgets(budget: float | int | Sequence[float]) -> list[float]:
@@ -357,6 +388,7 @@ class Adversary:
         scores: whose ranking orders the units.
         valid: which units read and write; others are never restored.
         steps, starts, seed, progress: see `attack`.
+        parts: what is finished of the descent.
     """
 
     def __init__(
@@ -369,39 +401,57 @@ class Adversary:
         starts: int = STARTS,
         seed: int = 0,
         progress: bool = False,
+        parts: StepCache | None = None,
     ):
         self.runner, self.scores, self.valid = runner, scores, valid
         self.steps, self.starts, self.progress = steps, starts, progress
+        self.parts = StepCache(None) if parts is None else parts
         self.generator = torch.Generator().manual_seed(seed)
         self.ranks = scores.ranks()
 
     def worst(self, kept: Bool[Tensor, " unit"], budgets: Sequence[float]) -> Float[Tensor, "budget unit"]:
         """The shares of the lowest margin found at each budget, rising; all zero where nothing is lower than the circuit."""
-        may = self.valid & ~kept
-        n_budgets, best = len(budgets), torch.zeros(len(budgets), len(kept), dtype=torch.float64)
+        may, best = self.valid & ~kept, torch.zeros(len(budgets), len(kept), dtype=torch.float64)
         if not bool(may.any()):
             return best
         most = torch.tensor(budgets, dtype=torch.float64).repeat_interleave(self.starts) * int(may.sum())
         drawn = torch.rand(len(most), len(kept), generator=self.generator, dtype=torch.float64)
         drawn[:: self.starts] = 0.0  # the circuit as it is
-        shares, lowest = project(drawn * may, most), torch.full((n_budgets,), torch.inf, dtype=torch.float64)
+        lowest = torch.full((len(budgets),), torch.inf, dtype=torch.float64)
+        at = {"shares": project(drawn * may, most), "lowest": lowest, "best": best}
         for step in tqdm(range(self.steps + 1), desc="attack", unit="step", disable=not self.progress, leave=False):
-            q, gradient = self._margins(kept, shares)
-            of_budgets = q.view(n_budgets, self.starts)
-            at = of_budgets.argmin(1)
-            lower = of_budgets.min(1).values < lowest
-            lowest = torch.where(lower, of_budgets.min(1).values, lowest)
-            reached = shares.view(n_budgets, self.starts, -1)[torch.arange(n_budgets), at]
-            best = torch.where(lower[:, None], reached, best)
-            length = _FIRST_STEP * (1 - step / (self.steps + 1))
-            # As many units as the budget restores whole move by a step or more, those of smaller gradients by less.
-            harm = (-gradient * may).clamp(min=0).sort(descending=True).values
-            scale = harm.gather(1, (most.ceil().long() - 1).clamp(min=0)[:, None]).clamp(min=1e-3 * harm[:, :1]).clamp(min=1e-30)
-            shares = project((shares - (length * gradient / scale).clamp(-1, 1)) * may, most)
-        for i in range(1, n_budgets):  # a smaller budget's restoration is allowed here, too
+            taken = partial(self._step, step, kept, may, most, at)
+            at = self.parts.tensors(("step", str(step)), lambda taken=taken: (taken(), {}), lambda tensors, _: dict(tensors))
+            reached(f", {step + 1} of {self.steps + 1} steps of the adversary finished")
+        lowest, best = at["lowest"], at["best"]
+        for i in range(1, len(budgets)):  # a smaller budget's restoration is allowed here, too
             if lowest[i - 1] < lowest[i]:
                 lowest[i], best[i] = lowest[i - 1], best[i - 1]
         return best
+
+    def _step(
+        self,
+        step: int,
+        kept: Bool[Tensor, " unit"],
+        may: Bool[Tensor, " unit"],
+        most: Float[Tensor, " run"],
+        at: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """One step of the descent: the shares of every run, and of each budget the lowest margin and its shares so far."""
+        shares, n_budgets = at["shares"], len(at["lowest"])
+        q, gradient = self._margins(kept, shares)
+        of_budgets = q.view(n_budgets, self.starts)
+        first = of_budgets.argmin(1)
+        lower = of_budgets.min(1).values < at["lowest"]
+        lowest = torch.where(lower, of_budgets.min(1).values, at["lowest"])
+        there = shares.view(n_budgets, self.starts, -1)[torch.arange(n_budgets), first]
+        best = torch.where(lower[:, None], there, at["best"])
+        length = _FIRST_STEP * (1 - step / (self.steps + 1))
+        # As many units as the budget restores whole move by a step or more, those of smaller gradients by less.
+        harm = (-gradient * may).clamp(min=0).sort(descending=True).values
+        scale = harm.gather(1, (most.ceil().long() - 1).clamp(min=0)[:, None]).clamp(min=1e-3 * harm[:, :1]).clamp(min=1e-30)
+        shares = project((shares - (length * gradient / scale).clamp(-1, 1)) * may, most)
+        return {"shares": shares, "lowest": lowest, "best": best}
 
     def _margins(
         self, kept: Bool[Tensor, " unit"], shares: Float[Tensor, "run unit"]

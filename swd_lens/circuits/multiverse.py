@@ -14,12 +14,17 @@ One specification (first-order scores, mean ablation, the scoring position) may 
    compared at equal edges: prefixes of both are read off on one grid.
 5. Several controls: p is adjusted by Holm's method; "every control" has the largest unadjusted p, which is a test of being
    cheaper than each.
+
+Scores and curves are parts of the call (base/step_cache.py): with `out`, the same call after an interruption goes on behind the
+last finished one, and one with further tasks, scores, positions, ablations or methods adds to them.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,11 +33,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from swd_lens.base import __version__
 from swd_lens.base.checks import bounded, one_of
 from swd_lens.base.errors import legible
 from swd_lens.base.figures import INK, literal, new_figure, style
+from swd_lens.base.fingerprints import host_fingerprint, splits_fingerprint
+from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.record import SavedRecord
+from swd_lens.base.step_cache import StepCache
 from swd_lens.base.surroundings import with_torch_defaults
+from swd_lens.base.writer import writing
 from swd_lens.circuits.compare import check_options, check_tasks, role_of, several, sources_of
 from swd_lens.circuits.contributions import SCORES
 from swd_lens.circuits.curve import CostCurve
@@ -40,8 +50,9 @@ from swd_lens.circuits.measure import RECOVERED, Margins, Threshold, content_mem
 from swd_lens.circuits.protocol import Protocol, run_protocol
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.tasks.task import Task
+from swd_lens.units.unit_set import UnitSet
 
-EVERY = "every control"
+EVERY, FILE = "every control", "multiverse.json"
 _CHOICES = ["task", "score", "positions", "ablation"]
 _EQUAL = 1e-9  # of log(1 + edges)
 _LEAST_ERRORS, _LEAST_SHARE = 2.0, 0.05  # of what a surface carries, as in measure.py
@@ -127,6 +138,7 @@ class Multiverse(SavedRecord):
         return self.table(), self.plot(), self.specifications()
 
 
+@says_when_interrupted
 @with_torch_defaults
 def multiverse(
     methods: Mapping[str, Any],
@@ -142,6 +154,8 @@ def multiverse(
     seed: int = 0,
     attribution: Mapping[str, Any] | None = None,
     evaluation: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
     progress: bool = False,
 ) -> Multiverse:
     """Compare edges of a method and its controls under every combination of choices (ours; multiverse analysis).
@@ -158,6 +172,8 @@ def multiverse(
         n: relabellings; they need no runs.
         seed: of them.
         attribution, evaluation: further options for `attribute` and `evaluate`.
+        out: a folder for finished scores and curves and multiverse.json; the same call goes on there after an interruption.
+        overwrite: start again, in place of what `out` holds.
         progress: show a bar over replacements.
 
     Returns:
@@ -167,6 +183,8 @@ def multiverse(
         ValueError: a single method, an unknown score, ablation or position, a method in question that is not there, or a
             threshold outside (0, 1).
         TypeError, AttachError: see `swd_lens.compare`.
+        ResumeError: `out` holds another host's, or other methods or options; every difference is named.
+        OSError: `out` cannot be written (a FolderInUseError: another call writes it).
 
     Source: Steegen et al. 2016, Perspectives on Psychological Science 11, 702-712, for the multiverse; Simonsohn et al. 2020,
     Nature Human Behaviour 4, 1208-1214, for inference over specifications; the null is ours.
@@ -198,11 +216,16 @@ def multiverse(
     )
     sources, _ = sources_of(made)
     curves: dict[tuple[str, str, str, str], dict[str, CostCurve]] = {}
-    for score in by_score:
-        run = replace(protocol, attribution={**(attribution or {}), "score": score})
-        outcomes = run_protocol(run, sources, {})
-        for task, where, kind in product(tasks, protocol.positions, protocol.ablations):
-            curves[task.name, score, where, kind] = outcomes.curves[task.name, where, kind]
+    folder = None if out is None else Path(out)
+    with nullcontext() if folder is None else writing(folder, "multiverse"):
+        if folder is not None:
+            protocol = replace(protocol, parts=_parts(folder, protocol, sources, attribution or {}, overwrite))
+        for done, score in enumerate(by_score):
+            reached(f", {done} of {len(by_score)} scores finished")
+            run = replace(protocol, attribution={**(attribution or {}), "score": score}, key=(score,))
+            outcomes = run_protocol(run, sources, {})
+            for task, where, kind in product(tasks, protocol.positions, protocol.ablations):
+                curves[task.name, score, where, kind] = outcomes.curves[task.name, where, kind]
     # 2. Edges by method, shares and their p by control.
     contents = {task.name: contents_of(task.test) for task in tasks}
     threshold = Threshold("recovered", float(recovered))
@@ -215,7 +238,24 @@ def multiverse(
     settings = {"recovered": float(recovered), "n": n, "seed": seed, "roles": roles, "tasks": [task.name for task in tasks]}
     settings |= {"scores": list(by_score), "positions": list(protocol.positions), "ablations": list(protocol.ablations)}
     settings |= {"n_test": {task.name: len(task.test) for task in tasks}, **standing_hooks(model)}
-    return Multiverse(rows, tests, of, settings)
+    found = Multiverse(rows, tests, of, settings)
+    if folder is not None:
+        found.save(folder / FILE)
+    return found
+
+
+def _parts(
+    folder: Path, protocol: Protocol, sources: Mapping[str, Any], attribution: Mapping[str, Any], overwrite: bool
+) -> StepCache:
+    """The folder's finished scores and curves: of this host and these options; tasks and methods may be added."""
+    model = protocol.model
+    question = {"swd_lens": __version__, "the host": host_fingerprint(model, model.cfg), **standing_hooks(model)}
+    question |= {"attribution": dict(attribution), "evaluation": dict(protocol.evaluation)}
+    growing = {
+        "tasks": {task.name: splits_fingerprint(task.splits) for task in protocol.tasks},
+        "methods": {name: UnitSet.of(model, source).identities for name, source in sources.items()},
+    }
+    return StepCache(folder, question, growing, overwrite=overwrite)
 
 
 def _made(given: Any) -> Any:

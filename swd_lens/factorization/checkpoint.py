@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from swd_lens.base.errors import FactorFileError, ResumeError, ShardError, quoted
+from swd_lens.base.fingerprints import host_fingerprint as host_fingerprint
+from swd_lens.base.fingerprints import tokens_fingerprint as tokens_fingerprint
 from swd_lens.base.step_cache import HOW_TO_RESUME, differences
 from swd_lens.base.writer import writing
 from swd_lens.hosts.sites import Site, execution_key
@@ -221,29 +221,3 @@ def upstream_of(done: Mapping[str, Factors]) -> str | None:
     for site, f in done.items():
         upstream = chain(upstream, site, f)
     return upstream
-
-
-def tokens_fingerprint(rows: torch.Tensor) -> str:
-    """SHA-256 over shape and ids."""
-    data = rows.to("cpu", torch.int64).contiguous()
-    return _sha256([str(tuple(data.shape)).encode(), data.flatten().numpy().data])
-
-
-def host_fingerprint(model: torch.nn.Module, cfg: Any) -> str:
-    """SHA-256 over everything calibration sees of a host: parameters, buffers (factors attached to it among them) and the
-    settings that change its forward without changing a parameter."""
-    words = ("act_fn", "normalization_type", "positional_embedding_type", "eps", "attn_scale", "rotary_base")
-    parts: list[Any] = [str({word: getattr(cfg, word, None) for word in words}).encode()]
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        parts.append(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        parts.append(tensor)
-    return _sha256(parts)
-
-
-def _sha256(parts: Iterable[Any]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        if isinstance(part, torch.Tensor):  # as bytes: numpy knows no bfloat16
-            part = part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-        digest.update(part)
-    return digest.hexdigest()

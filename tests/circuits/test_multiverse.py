@@ -9,6 +9,7 @@ import torch
 from scipy.stats import kstest
 
 import swd_lens as swd
+from swd_lens.circuits import protocol
 from swd_lens.circuits.measure import Margins, Threshold
 from swd_lens.circuits.multiverse import EVERY, Multiverse, Side, costs, relabelled, shares_of
 from swd_lens.tasks.task import Task
@@ -135,6 +136,33 @@ def test_edges_are_those_at_which_the_curves_cross(toy):
         edges = torch.tensor(curve.rows["edges"].tolist(), dtype=torch.float64)
         expected = crossing(Threshold("recovered", 0.9).contrast(margins), edges)
         assert row["edges"] == pytest.approx(expected or 0.0, rel=1e-4, abs=1e-3) and curve.carries
+
+
+def test_an_interrupted_call_goes_on_where_it_was(toy, tmp_path, monkeypatch):
+    """Stopped at its third curve, and called again with a further score: finished curves are taken over, to the bit."""
+    model, methods, task, whole = toy
+    how: dict = {"positions": "scoring", "n": 99, "out": tmp_path}
+    evaluate, made = protocol.evaluate, []
+
+    def stopped(*given, **options):
+        made.append(options["ablation"])
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return evaluate(*given, **options)
+
+    monkeypatch.setattr(protocol, "evaluate", stopped)
+    with pytest.raises(KeyboardInterrupt, match=r"multiverse was interrupted, 0 of 1 scores finished; .* goes on from there"):
+        swd.multiverse(methods, model, task, scores="first_order", **how)
+    assert not any(hook.fwd_hooks for hook in model.hook_dict.values())
+    swd.multiverse(methods, model, task, scores="first_order", **how)
+    assert len(made) == 3 + 6  # four replacements under two ablations, of which two curves were finished
+    found = swd.multiverse(methods, model, task, scores=["first_order", "attribution_patching"], **how)
+    assert len(made) == 3 + 6 + 8
+    for each in (found, Multiverse.load(tmp_path / "multiverse.json")):
+        pd.testing.assert_frame_equal(each.rows, whole.rows)
+        pd.testing.assert_frame_equal(each.tests, whole.tests)
+    with pytest.raises(swd.errors.ResumeError, match="evaluation"):
+        swd.multiverse(methods, model, task, scores="first_order", **how, evaluation={"batch_size": 3})
 
 
 def test_table_figure_and_file(toy, tmp_path):

@@ -1,0 +1,37 @@
+"""Hashes of hosts, tokens and prompts: equal for equal ones, different for what decides results."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from swd_lens.base.fingerprints import host_fingerprint, splits_fingerprint, tokens_fingerprint
+from tests.micro import micro_model, split_of
+
+SPLIT = split_of([[0], [1]], [[1], [1]], [[0], [0]], d_vocab=3)
+
+
+def test_tokens_differ_by_shape_and_ids_alone():
+    rows = torch.tensor([[1, 2], [3, 4]])
+    assert tokens_fingerprint(rows) == tokens_fingerprint(rows.int())
+    assert len({tokens_fingerprint(each) for each in (rows, rows.flatten()[None], rows + 1)}) == 3
+
+
+def test_a_host_differs_by_a_weight_and_by_a_setting():
+    model, other = micro_model(), micro_model()
+    assert host_fingerprint(model, model.cfg) == host_fingerprint(other, other.cfg)
+    before = host_fingerprint(model, model.cfg)
+    with torch.no_grad():
+        model.W_U[0, 0] += 1
+    changed = host_fingerprint(model, model.cfg)
+    other.cfg.eps = 0.5
+    assert len({before, changed, host_fingerprint(other, other.cfg)}) == 3
+
+
+@pytest.mark.parametrize(
+    "change", [{"tokens": (torch.tensor([2]), torch.tensor([1]))}, {"answer_ids": ((2,), (1,))}, {"name": "b"}]
+)
+def test_prompts_differ_by_tokens_answers_and_name(change):
+    assert splits_fingerprint([SPLIT]) == splits_fingerprint([replace(SPLIT)])
+    assert splits_fingerprint([SPLIT]) != splits_fingerprint([replace(SPLIT, **change)])
+    assert splits_fingerprint([SPLIT, SPLIT]) != splits_fingerprint([SPLIT])
