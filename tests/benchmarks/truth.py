@@ -116,8 +116,8 @@ NOTES = [
     "no verdict on what longer training finds.",
     "With the default scores (first order, last position) the true units of induction have AUROC .75, as no "
     "gradient passes a saturated attention; with ablation at all positions all four programs have 1.00.",
-    "Cells of SWD, quick, deep, twice the units and sparse reads were measured again at commit 3cd8bd8 (a product's "
-    "patience; before it best had .95 on the compiled host and .72 at noise .1), but for both rotated cases, whose rows are "
+    "Cells of SWD, quick, deep, twice the units and sparse reads were measured again with a product's "
+    "patience (before it best had .95 on the compiled host and .72 at noise .1), but for both rotated cases, whose rows are "
     "dense, and where units are told wrongly, those of the last two. Other methods do not see that change.",
     "Left out for time: the transcoder and VPD on compiled hosts, VPD on TMS 40-10, further methods where the table "
     "has few. The machine was shared by a dozen processes.",
