@@ -167,8 +167,7 @@ def main() -> None:
     if args.record:
         about = [
             f"The embedded model, {CALIBRATION:,} calibration tokens, of which the last quarter judges; other text: {HELDOUT:,} "
-            "tokens of the test split. Calibration text is the model's own training text, and the other is not: a part of the "
-            "excess.",
+            "tokens of the test split.",
             *said(rows, ratios),
         ]
         title = "A goal in place of a sparsity"
