@@ -93,7 +93,7 @@ def factorize(
             on next tokens take the fewest edges are taken (goal.py; ours). With a mapping of sparsities all budgets are scaled
             alike, without one they are equal. It costs ten to twenty factorizations; `FactorSet.tried` shows them.
         heldout_tokens: of a goal: (rows, pos) text on which it is measured; None: the last quarter of `tokens`' rows, which are
-            then no calibration.
+            then no calibration. The more there is, the closer other text keeps the goal: 4,096 tokens know a KL to about ±15 %.
         tokens: (rows, pos) calibration ids, or a `TokenStream` (as many as you like: memory does not grow with them);
             None = zero-data (G = I), with a warning, since it is easily forgotten.
         calibration: "sequential" takes each matrix's inputs from the host with all earlier ones replaced (method.md §5.2);

@@ -16,6 +16,7 @@ the coordinates of the metric C (metric.py); the loss is tr((M - AB)^T C (M - AB
      a. The held factor's rows are scaled to unit norm. X solves the ridge regression with + rho ||X - (Z - D)||^2.
      b. X <- X + D; the support is X's largest magnitudes; Z = X on it; D = X - Z. A second step holds the support.
      c. D belongs to its rho: when rho changes, D is rescaled by old / new.
+   With `relaxation` r, X <- r X + (1 - r) Z before b; the factor that units do not start in has 1.5 - r / 2 for r, and one step.
    The write factor's regression is (A^T C_g A + rho I) X = rhs, the read factor's C_g X (B B^T) + rho X = rhs, which is
    solved in the eigenvectors of C and of B B^T (plainly, while g = 0). All updates write to the same buffers (workspace.py).
    A factor that grows begins with fewer entries than its budget, and has all of them in the end (`held_back`).
@@ -298,14 +299,17 @@ def _admm(
     factor, dual = block.factor.mul_(norm), block.dual
     free = [work.shaped(1, factor), work.shaped(2, factor)]
     mask = rhs  # replaced in the first step
-    for step in range(phase.steps):
+    steps = phase.steps if block.relaxation >= 1 else 1
+    for step in range(steps):
         right = torch.sub(factor, dual, out=free.pop()).mul_(phase.rho)
-        if step + 1 < phase.steps:
+        if step + 1 < steps:
             right.add_(rhs)
         else:  # rhs is not needed again
             free.append(right)
             right = rhs.add_(right)
         dense, spare = solve(right, free.pop() if free else torch.empty_like(right))
+        if block.relaxation != 1:
+            dense.mul_(block.relaxation).add_(factor, alpha=1 - block.relaxation)
         dense.add_(dual)
         if step == 0:
             mask = _support(dense, norm > NORM_FLOOR, block.entries(phase.held_back), phase.last, unit_dim, spare)

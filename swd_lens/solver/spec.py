@@ -18,6 +18,7 @@ from swd_lens.solver.automatic import (
     GRAM_AT_FIRST,
     GRAM_FROM,
     PATIENCE,
+    RELAXATION,
     automatic_alternations,
     automatic_balance,
     automatic_shrinkage,
@@ -220,6 +221,10 @@ class AnnealSpec(ShrinkingSpec):
     # 3 % better and 1 % worse); NAMED_SIDE_SHARE where `basis` names a side, as units are to stay what they start as.
     square_share: float | int | str = setting(AUTO, above=0, at_most=1)
 
+    # How far ADMM over-relaxes the factor between units and the coordinates that they start as; where this is above 1 the other
+    # is damped by half as much, and takes one step. "auto": RELAXATION where `basis` names the long side and no share is given.
+    relaxation: float | int | str = setting(AUTO, at_least=1, below=2)
+
     # The share of its budget that a factor is without at first; it has all of it after GROWN of the alternations. The factor of
     # coordinates (both, where units outnumber them) grows so, but not beside one of fewer than ONE_SIDED of all entries (2 to 4 %
     # worse), nor where units start as the long side's (the embedded model's MLP from neurons, .15 of K: 4 % worse; with a quarter
@@ -255,8 +260,12 @@ class AnnealSpec(ShrinkingSpec):
     def for_matrix(self, d_in: int, d_out: int, units: int, *, calibrated: bool) -> "AnnealSpec":
         precision = self.precision_for(d_in, d_out)
         standard = self.basis == "paper" and self.square_share == AUTO and units == min(d_in, d_out)
+        # The named side is the long one, whose coordinates the units are to keep.
+        long_side = self.basis != "paper" and self.square_share == AUTO and units > min(d_in, d_out)
+        relaxed = long_side and self.relaxation == AUTO
         automatic = {
-            "outer_iterations": automatic_alternations(precision, calibrated=calibrated),
+            "outer_iterations": automatic_alternations(precision, calibrated=calibrated, relaxed=relaxed),
+            "relaxation": RELAXATION if relaxed else 1.0,
             "gram_from": GRAM_FROM[precision],
             "gram_at_first": GRAM_AT_FIRST[precision],
             "balance": automatic_balance(d_in, d_out, precision) if standard else 0.0,

@@ -50,6 +50,7 @@ class Block:
     budget: int
     worth: Float[Tensor, " sample"] | None = None
     grows: bool = False
+    relaxation: float = 1.0
 
     def copy(self) -> "Block":
         """A copy that can be solved for on its own."""
@@ -96,6 +97,8 @@ def start(target: Float[Tensor, "d_in d_out"], units: int, budget: Budget, spec:
     short, long = (
         Block(factor, torch.zeros_like(factor), kept) for factor, kept in zip(factors, (budget.square, budget.other), strict=True)
     )
+    if not isinstance(spec.relaxation, str):  # for_matrix decides it
+        short.relaxation, long.relaxation = float(spec.relaxation), 1.5 - spec.relaxation / 2
     from_short_side = len(short_long) <= short_long.shape[1]
     if from_short_side and budget.square >= ONE_SIDED * budget.total:
         long.grows, short.grows = True, units > len(short_long)

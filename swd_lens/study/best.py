@@ -294,12 +294,12 @@ class _Search:
 
     def exact(self) -> list[_Candidate]:
         """Make the exact candidates. They are W itself, so that text has nothing to say of them; it judges the winner."""
-        self.bar.set_postfix_str("exact units")
         controls = [EXACT[name] for name in ("neurons", "svd", "svd_whitened")]
         if have_heads(self.model, find_sites(self.model, list(self.sites))):
             controls.append(BY_HEAD)
         for control in controls:
             began = time.monotonic()
+            self.bar.set_postfix_str(f"{control.title}, exact units")  # some of them run the text through the host
             made = control.make(self.model, self.sites, **({"tokens": self.text} if control.of_text else {}))
             self.candidates.append(_Candidate(control.title, made, time.monotonic() - began, None, None))
         self.bar.update()

@@ -29,7 +29,7 @@ from tests.benchmarks.circuit_rows import loaded
 from tests.benchmarks.results import Table, record
 
 GOALS = (1e-4, 1e-3, 1e-2)
-KINDS = ("mlp_in", "mlp_out", "attn_o")
+KINDS = ("attn_o", "mlp_out", "mlp_in")
 GRID_GOAL = 1e-3
 SPARSITIES, SHARES, BASES = (0.3, 0.5, 0.65, 0.8, 0.9), (0.05, 0.15, 0.3, "auto"), ("paper", "input", "output")
 CALIBRATION, HELDOUT = 16_384, 65_536
@@ -167,8 +167,7 @@ def main() -> None:
     if args.record:
         about = [
             f"The embedded model, {CALIBRATION:,} calibration tokens, of which the last quarter judges; other text: {HELDOUT:,} "
-            "tokens of the test split. Calibration text is the model's own training text, and the other is not: a part of the "
-            "excess.",
+            "tokens of the test split.",
             *said(rows, ratios),
         ]
         title = "A goal in place of a sparsity"

@@ -46,6 +46,26 @@ def test_budgets_of_about_square_matrices_move(shape: tuple[int, int], units: in
     assert resolve("best", options).for_matrix(*shape, units, calibrated=False).balance == balance
 
 
+@pytest.mark.parametrize(
+    ("shape", "options", "relaxation", "alternations"),
+    [
+        ((600, 300), {"basis": "input"}, 1.8, 40),
+        ((300, 600), {"basis": "output"}, 1.8, 40),
+        ((128, 512), {"basis": "output"}, 1.8, 35),  # solved in float64
+        ((600, 300), {"basis": "output"}, 1.0, 64),  # the short side
+        ((600, 600), {"basis": "input"}, 1.0, 64),
+        ((600, 300), {}, 1.0, 64),
+        ((600, 300), {"basis": "input", "square_share": 0.2}, 1.0, 64),  # units are free to leave their coordinates
+        ((600, 300), {"basis": "input", "relaxation": 1.0}, 1.0, 64),
+        ((600, 300), {"basis": "input", "outer_iterations": 9}, 1.8, 9),
+    ],
+)
+def test_a_named_long_side_is_relaxed(shape: tuple[int, int], options: dict, relaxation: float, alternations: int):
+    spec = resolve("best", options)
+    spec = spec.for_matrix(*shape, spec.coordinates(*shape), calibrated=True)
+    assert (spec.relaxation, spec.outer_iterations) == (relaxation, alternations)
+
+
 @pytest.mark.parametrize(("precision", "alternations"), [("float32", 84), ("float64", 56)])
 def test_alternations_without_a_gram_are_more_in_float32(precision: str, alternations: int):
     assert solve(WEIGHT, precision=precision).settings["outer_iterations"] == alternations

@@ -10,9 +10,9 @@ from swd_lens.solver.workspace import Workspace
 from tests.solver.matrices import gram_of, weight_of
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("steps, relaxation", [(1, 1.0), (2, 1.0), (3, 1.0), (2, 1.8), (1, 0.6)])
 @pytest.mark.parametrize("blend", [0.0, 0.6])
-def test_a_read_update_in_shared_buffers_is_the_formula(steps: int, blend: float):
+def test_a_read_update_in_shared_buffers_is_the_formula(steps: int, relaxation: float, blend: float):
     """Step 3 written out, every sum in memory of its own."""
     g = torch.Generator().manual_seed(7)
     d_in, units, d_out, budget = 6, 5, 9, 12
@@ -21,7 +21,7 @@ def test_a_read_update_in_shared_buffers_is_the_formula(steps: int, blend: float
     write = torch.randn(units, d_out, generator=g, dtype=torch.float64)
     goal = torch.randn(d_in, d_out, generator=g, dtype=torch.float64)
     phase = Phase(blend=blend, rho=0.3, ridge=0.01, steps=steps, balance=0.0, held_back=0.0, last=True)
-    block = Block(read.clone(), dual.clone(), budget)
+    block = Block(read.clone(), dual.clone(), budget, relaxation=relaxation)
     update_read(block, write, goal, metric, phase, Workspace.of(read, write, buffers=3))
 
     norm = write.norm(dim=1)
@@ -32,7 +32,8 @@ def test_a_read_update_in_shared_buffers_is_the_formula(steps: int, blend: float
     factor, support = read * norm, None
     for _ in range(steps):
         right = goal @ unit.T + 0.3 * (factor - dual)
-        dense = torch.linalg.solve(system, right.flatten()).view(d_in, units) + dual
+        dense = torch.linalg.solve(system, right.flatten()).view(d_in, units)
+        dense = relaxation * dense + (1 - relaxation) * factor + dual
         if support is None:
             of_units = dense.abs() >= dense.abs().amax(0)
             others = (dense.abs() * ~of_units).flatten().topk(budget - units).indices
