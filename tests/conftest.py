@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 
 # A shell that starts them in the background has interrupts ignored; tests of Ctrl-C want Python's own handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -12,6 +13,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # ten on a busy machine.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+# Asserts that say their values and annotations that are checked take half a minute to compile: once, not in each worker, run and
+# command, whatever the environment says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # and here, below the imports
+
 from pathlib import Path
 
 import pytest
@@ -20,6 +25,7 @@ import torch
 from tests import checked_types
 from tests.quick import mark_all_but_quick_cases
 
+sys.dont_write_bytecode = False
 checked_types.install()
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
@@ -42,14 +48,40 @@ def default_model():
     return swd_lens.load_default_model()
 
 
-# Files that take minutes in a row are begun first: xdist hands out whole files, in the order of collection.
-LONGEST = ("test_notebook.py", "test_smollm2.py", "test_notebooks.py", "test_golden.py", "test_items.py", "test_fuzz.py")
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Every second worker reads the files backwards: each compiles half of them, and finds the other half compiled."""
+    report = yield
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    if not isinstance(collector, pytest.File | pytest.Class) and int(worker[2:]) % 2:
+        report.result.reverse()
+    return report
+
+
+# What takes minutes in a row is begun first: xdist hands out whole files, in this order.
+LONGEST = ("real/test_notebook.py", "test_notebooks.py", "fuzz/", "study/paper/", "real/test_smollm2.py", "solver/test_golden.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
     mark_all_but_quick_cases(items)
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    items.sort(key=lambda item: (place_of(item.nodeid), item.path))  # whichever way the files were read
+
+
+def place_of(nodeid: str) -> int:
+    return next((i for i, path in enumerate(LONGEST) if nodeid.startswith(f"tests/{path}")), len(LONGEST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """As --dist=loadfile, but the paper's items go to one worker: what they start from takes a minute to make."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return "tests/study/paper" if nodeid.startswith("tests/study/paper/") else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish(session):

@@ -16,6 +16,7 @@ from swd_lens.hosts.embedded import WEIGHTS
 from swd_lens.hosts.embedded.corpus import load_tokenizer
 from swd_lens.hosts.load import load_host
 
+_FOLDER = tempfile.TemporaryDirectory(prefix="swd-lens-")  # checkpoints; it goes with the process
 D_VOCAB = 1366  # the embedded model's tokenizer
 _SMALL = {"max_position_embeddings": 64, "vocab_size": D_VOCAB, "num_hidden_layers": 2, "hidden_size": 16}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
@@ -153,7 +154,7 @@ def written(model_class: str, config_class: str, config: dict[str, Any]) -> Path
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    folder = Path(tempfile.mkdtemp(prefix=f"swd-lens-{model_class}-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"swd-lens-{model_class}-", dir=_FOLDER.name))
     model.save_pretrained(folder)
     load_tokenizer(WEIGHTS).save_pretrained(folder)
     return folder
@@ -182,6 +183,11 @@ def some_tokens(rows: int = 2, pos: int = 9, seed: int = 0) -> torch.Tensor:
     return torch.randint(8, D_VOCAB, (rows, pos), generator=torch.Generator().manual_seed(seed))
 
 
+@cache
+def _folder(name: str) -> str:
+    return str(written(*architecture(name)))
+
+
 def loaded(name: str) -> Any:
     """One of ARCHITECTURES as a bridge, as a user loads it."""
-    return load_host(str(written(*architecture(name))), kind="bridge")
+    return load_host(_folder(name), kind="bridge")

@@ -11,7 +11,7 @@ import torch
 
 import swd_lens as swd
 from tests.second_device import DEVICE, MixedDevicesError, SecondDevice, marked
-from tests.test_surroundings import CALLS, HOSTS, Kit
+from tests.test_surroundings import CALLS, HOSTS, Kit, in_turns
 
 # torch has no autocast for a device that is pretended; "load" makes a host of its own.
 ELSEWHERE = ("finetune under its own autocast", "load")
@@ -33,8 +33,7 @@ def moved(kind: str) -> Kit:
 
 
 @pytest.mark.quick_cases(10)
-@pytest.mark.parametrize("kind", HOSTS)
-@pytest.mark.parametrize("call", [name for name in CALLS if name not in ELSEWHERE])
+@pytest.mark.parametrize(("call", "kind"), in_turns(name for name in CALLS if name not in ELSEWHERE))
 def test_a_call_mixes_no_devices(call, kind):
     kit = moved(kind)
     with SecondDevice(), warnings.catch_warnings():

@@ -10,8 +10,8 @@
 import inspect
 import math
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from dataclasses import fields, is_dataclass
 from functools import cache, cached_property, partial
@@ -39,6 +39,13 @@ from tests.hosts.test_interrupts import everything
 SITE, SITES = "blocks.1.mlp_out", "blocks.*.mlp_out"
 QUICK = {"outer_iterations": 3, "progress": False}
 HOSTS = ("hooked", "bridge") if int(metadata.version("transformer_lens").split(".")[0]) < 4 else ("bridge",)
+
+
+def in_turns(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Each name with one kind of host."""
+    return [(name, HOSTS[i % len(HOSTS)]) for i, name in enumerate(names)]
+
+
 pytestmark = pytest.mark.filterwarnings("ignore:60 calibration tokens")  # few, for speed; shrinkage is one of the surroundings
 
 # ---------------------------------------------------------------------------------------------- the mark
@@ -225,15 +232,22 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
-# Every call under every setting, each on one kind of host: the other kind has the call's other settings.
-PAIRED = [(call, HOSTS[(i + j) % len(HOSTS)], setting) for i, call in enumerate(CALLS) for j, setting in enumerate(SETTINGS)]
+# All settings, in two stacks: a call that heeds one of a stack has other bits. Each stack on one kind of host.
+STACKS = {
+    "narrow": ("bfloat16", "meta", "autocast", "inference", "precision", "deterministic"),
+    "wide": ("float64", "no_grad", "precision of a backend"),
+}
+PAIRED = [(call, HOSTS[(i + j) % len(HOSTS)], stack) for i, call in enumerate(CALLS) for j, stack in enumerate(STACKS)]
 
 
 @pytest.mark.quick_cases(12)
-@pytest.mark.parametrize(("call", "kind", "setting"), PAIRED)
-def test_a_call_gives_the_same_bits_under_every_setting(call, kind, setting):
+@pytest.mark.parametrize(("call", "kind", "stack"), PAIRED)
+def test_a_call_gives_the_same_bits_under_every_setting(call, kind, stack):
+    assert {name for names in STACKS.values() for name in names} == set(SETTINGS)
     wanted, kit = expected(kind, call), kit_of(kind)
-    with SETTINGS[setting]():
+    with ExitStack() as made:
+        for name in STACKS[stack]:
+            made.enter_context(SETTINGS[name]())
         before = state()
         got = CALLS[call](kit)
         assert state() == before
@@ -272,8 +286,7 @@ def test_factors_and_tokens_made_under_inference_mode(kind):
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.parametrize("kind", HOSTS)
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("call", "kind"), in_turns(CALLS))
 def test_a_host_made_under_inference_mode_gives_the_same_or_is_refused(call, kind):
     kit, other = copy(kit_of(kind)), copy(kit_of(kind))
     other.model = with_new_parameters(kind)  # where weights lie in memory decides a last bit, too
@@ -329,8 +342,7 @@ NAMED = {
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("kind", HOSTS)
-@pytest.mark.parametrize("call", NAMED)
+@pytest.mark.parametrize(("call", "kind"), in_turns(NAMED))
 def test_standing_hooks_are_named_in_the_settings_of_results(call, kind):
     kit = kit_of(kind)
     assert "standing_hooks" not in NAMED[call](kit)
@@ -372,8 +384,9 @@ def test_a_hook_that_changes_the_shape_of_z_is_refused(kind, change, left):
 # ---------------------------------------------------------------------------------------------- threads
 
 
-@pytest.mark.parametrize("kind", HOSTS)
-@pytest.mark.parametrize("call", ["factorize", "attribute", "circuits", "fidelity", "qk", "audit", "edits", "graph", "overlap"])
+@pytest.mark.parametrize(
+    ("call", "kind"), in_turns(["factorize", "attribute", "circuits", "fidelity", "qk", "audit", "edits", "graph", "overlap"])
+)
 def test_a_second_thread_on_an_attached_host_is_refused(call, kind):
     kit = kit_of(kind)
     with swd.attach(kit.model, {SITE: kit.factors[SITE]}):

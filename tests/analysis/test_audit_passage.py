@@ -55,7 +55,7 @@ def mean_effect(network, path, write):
     return torch.autograd.functional.jvp(logits, torch.zeros_like(write), write)[1]
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", ["attn_o", "mlp_out"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "gemma3", "olmo2", "phi3", "nemotron"])
 def test_a_direct_effect_is_that_of_transformers_own_model(name, kind):

@@ -64,6 +64,7 @@ def test_a_units_scale_changes_alpha_and_not_the_edits_size():
     assert torch.allclose(*sizes, atol=1e-7)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", SITES)
 @pytest.mark.parametrize("method", ["unit", "random", "oracle", "replacement"])
 @pytest.mark.parametrize("shift", [-2, 0.5])

@@ -67,7 +67,7 @@ def check_scores(model, factors, paths):
         assert abs(score - float(shown[layer][head, dest, src])) <= 1e-5 * largest
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", HOSTS)
 def test_heads_and_pairs_add_up(name, packed):

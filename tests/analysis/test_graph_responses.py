@@ -10,7 +10,7 @@ from tests.micro import toy_model
 FEW = ("attn_v", "attn_o", "mlp_out")  # queries, keys and MLP inputs stay dense
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("sites", [APART, FEW], ids=["all replaced", "some dense"])
 @pytest.mark.parametrize("name", HOSTS)
 def test_the_prediction_is_a_run_with_norms_patterns_and_slopes_held(name: str, sites: tuple[str, ...]) -> None:

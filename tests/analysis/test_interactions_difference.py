@@ -101,24 +101,6 @@ def test_the_sums_bits_do_not_depend_on_the_number_of_threads():
         assert torch.equal(pairs, found[0][0]) and torch.equal(marginals, found[0][1])
 
 
-def test_the_host_is_as_before_also_after_an_interruption(monkeypatch):
-    model = toy_model()
-    factors = {SITE: sparse_factors(model, SITE)}
-    with torch.no_grad():
-        before = model(TOKENS)
-    names = set(model.hook_dict)
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(difference.PairSums, "_squared", stop)
-    with pytest.raises(KeyboardInterrupt):
-        unit_interactions(model, factors, SITE, TOKENS, progress=False)
-    with torch.no_grad():
-        assert torch.equal(model(TOKENS), before)
-    assert set(model.hook_dict) == names and not any(hook.fwd_hooks for hook in model.hook_dict.values())
-
-
 @pytest.mark.parametrize("twice", [False, True])
 def test_torchs_threads_are_as_before_after_one_and_two_interruptions(monkeypatch, twice):
     """The second one hits while the first waits for its threads."""

@@ -12,6 +12,7 @@ from tests.micro import toy_model
 SITE = "blocks.1.mlp_in"
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("act_fn", ACTIVATIONS)
 @pytest.mark.parametrize("density", [0.3, 1.0])  # common channels fewer than d_model, and more
 def test_it_is_the_papers_definition(act_fn, density):

@@ -19,7 +19,7 @@ HOSTS = {
 }
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("host", [*HOSTS, "pythia", "llama", "qwen3"])
 def test_parts_sum_to_the_scores_of_the_attached_host(host, packed):

@@ -23,6 +23,7 @@ HOSTS = {
 }
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_removed_pattern_is_that_of_a_real_intervention(host, packed):

@@ -18,6 +18,7 @@ from tests.micro import micro_model, toy_model
 PROMPTS = [ROW, [5, 2], ROW[::-1], [4, 4, 1, 9, 12]]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("remove", ["q", "k", "pair"])
 @pytest.mark.parametrize("host", ["learned", "qwen3"])
 def test_every_case_is_a_replay(host, remove):

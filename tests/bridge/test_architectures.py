@@ -22,7 +22,7 @@ SCANS = {"Mamba", "FalconMamba"}
 MIXED = {"Rwkv"}
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", sorted(families.ARCHITECTURES))
 def test_it_is_transformers_model_or_refused(name):
     tried = Tried.of(name)
@@ -37,7 +37,7 @@ def test_it_is_transformers_model_or_refused(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*hold matrices that are no sites")
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", sorted(families.ARCHITECTURES))
 def test_norms_stand_where_the_host_says(name):
     """A norm behind a matrix is given its output; a norm before one makes what it reads; both by the scale that we name."""

@@ -36,9 +36,8 @@ def made(request):
     return model, swd_zero_data(model, "all"), split_for(model, 6, 1, "train"), split_for(model, 6, 6, "test")
 
 
-@pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("positions", ["scoring", "all"])
-@pytest.mark.parametrize("score", ["first_order", "integrated_gradients"])
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize(("score", "positions"), [("first_order", "scoring"), ("integrated_gradients", "all")])
 def test_scores_are_those_of_whole_prompts_one_by_one(made, score, positions):
     model, factors, train, _ = made
     fast = attribute(model, factors, train, score=score, positions=positions, steps=2, sign="signed")
@@ -49,10 +48,16 @@ def test_scores_are_those_of_whole_prompts_one_by_one(made, score, positions):
         torch.testing.assert_close(fast.scores[site], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("sites", ["all", "blocks.1.mlp_out"])
-@pytest.mark.parametrize("positions", ["scoring", "all"])
-@pytest.mark.parametrize("ablation", ["mean", "resample"])
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize(  # every pair of values
+    ("ablation", "positions", "sites"),
+    [
+        ("mean", "scoring", "all"),
+        ("mean", "all", "blocks.1.mlp_out"),
+        ("resample", "scoring", "blocks.1.mlp_out"),
+        ("resample", "all", "all"),
+    ],
+)
 def test_curves_are_those_of_whole_prompts_one_by_one(made, ablation, positions, sites):
     model, factors, train, test = made
     factors = factors if sites == "all" else {sites: factors[sites]}

@@ -38,9 +38,9 @@ def walk(kind):
     """Factors, fidelity, scores and curve of one site, made and measured on one kind of host."""
     model, tokens = load(kind), swd.text_tokens(2048, split="train")
     factors = swd.factorize(load(kind, torch.float64), SITE, sparsity=0.5, tokens=tokens, outer_iterations=4, progress=False)
-    task = swd.load_task("greater_than", model, n_train=40, n_test=20)
+    task = swd.load_task("greater_than", model, n_train=20, n_test=10)
     scores = swd.attribute(model, factors, task)
-    found = swd.fidelity(model, factors, swd.text_tokens(2048, split="test"))
+    found = swd.fidelity(model, factors, swd.text_tokens(1024, split="test"))
     return factors[SITE], found, scores, swd.evaluate(model, factors, task, scores)
 
 
@@ -128,21 +128,6 @@ def test_grams_of_a_float64_host_are_the_same_bits(bridge):
         assert torch.equal(grams["hooked"][site.name], grams["bridge"][site.name]), site.name
 
 
-@pytest.mark.slow
-@needs_hooked_transformer
-def test_the_road_gives_the_numbers_of_the_hooked_transformer(walked):
-    (f, found, scores, curve), (f_h, found_h, scores_h, curve_h) = walked, walk("hooked")
-    assert torch.equal(f.read, f_h.read) and torch.equal(f.write, f_h.write)
-    for key in ("ce_dense", "ce", "kl", "top1_agreement"):
-        assert getattr(found, key) == pytest.approx(getattr(found_h, key), abs=1e-4), key
-    assert found.relmse[SITE] == pytest.approx(found_h.relmse[SITE], rel=1e-4)
-    torch.testing.assert_close(scores.scores[SITE], scores_h.scores[SITE], rtol=0, atol=1e-4)
-    torch.testing.assert_close(scores.means[SITE], scores_h.means[SITE], rtol=0, atol=1e-4)
-    assert scores.ranking()[:32] == scores_h.ranking()[:32]
-    for column in ("q keep", "q ablate", "sufficiency", "drop", "accuracy keep", "accuracy ablate", "edges"):
-        np.testing.assert_allclose(curve.rows[column], curve_h.rows[column], rtol=1e-4, atol=1e-4, err_msg=column)
-
-
 def test_the_road_finds_a_circuit(walked):
     f, found, scores, curve = walked
     assert f.provenance["site"] == SITE and 0 < f.provenance["relmse"] < 0.01
@@ -156,7 +141,7 @@ def test_the_road_finds_a_circuit(walked):
 
 def test_a_bridge_that_keeps_no_prefix_gives_the_same_scores_and_curves(bridge, walked, monkeypatch):
     f, _, scores, curve = walked
-    task = swd.load_task("greater_than", bridge, n_train=40, n_test=20)
+    task = swd.load_task("greater_than", bridge, n_train=20, n_test=10)
     assert host_of(bridge).freeze_prefix(next(task.train.buckets()).tokens) is not None
     monkeypatch.setattr(type(host_of(bridge)), "freeze_prefix", lambda self, tokens, begun=None: None)
     whole = swd.attribute(bridge, f, task)
@@ -183,10 +168,11 @@ def run(*arguments):
 
 
 SMALL = ["--tokens", "1024", "--heldout-tokens", "1024", "--outer-iterations", "4"]
+ALONE = ["--preset", "quick", "--controls", "none"]
 
 
 def test_circuit_on_the_embedded_model(tmp_path):
-    arguments = ["--sites", SITE, "--task", "ioi", "-s", "0.5", "--n-train", "20", "--n-test", "10", *SMALL]
+    arguments = ["--sites", SITE, "--task", "ioi", "-s", "0.5", "--n-train", "20", "--n-test", "10", *SMALL, *ALONE]
     result = run("circuit", "--host", "bridge", "--out", tmp_path, *arguments)
     assert result.exit_code == 0, result.output
     assert "HookedTransformer" not in result.output

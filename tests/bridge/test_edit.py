@@ -28,6 +28,7 @@ def run(model, tokens=PROMPT[None]):
         return host_of(model).run(tokens)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", ["blocks.0.mlp_out", "blocks.1.attn_o"])
 def test_an_edit_in_and_out_of_a_bridge(model, name, tmp_path):
     host, site = host_of(model), find_sites(model, name)[0]

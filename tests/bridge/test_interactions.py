@@ -20,6 +20,7 @@ def _factors(model, site):
     return {site: Factors(read * (read > 0.3), write * 0.3 * (write > 0.3))}
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_every_family_gives_the_definition(name):
     model = families.bridge(name)

@@ -19,6 +19,7 @@ def made(request):
     return model, factors, Task("by hand", *splits, "random", False)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("positions", ["scoring", "all"])
 def test_an_attack_is_the_circuit_without_a_budget_and_never_above(made, positions):
     model, factors, task = made
@@ -30,6 +31,7 @@ def test_an_attack_is_the_circuit_without_a_budget_and_never_above(made, positio
     assert q["adversary"].iloc[0] == pytest.approx(q["circuit"], abs=1e-5) and q["adversary"].iloc[1] < q["circuit"]
 
 
+@pytest.mark.quick_cases(1)
 def test_with_exact_factors_a_dense_transfer_has_no_gap(made):
     model, factors, task = made
     for units, exact in ((factors, False), (swd.baselines.neurons(model, "blocks.*.mlp_out"), True)):
@@ -46,6 +48,7 @@ def test_with_exact_factors_a_dense_transfer_has_no_gap(made):
         assert torch.allclose(torch.tensor(found.prompts["full (error kept)"]).float(), torch.stack(dense), atol=1e-4)
 
 
+@pytest.mark.quick_cases(1)
 def test_disagreement_has_fidelitys_mean_and_errors(made):
     model, factors, _ = made
     tokens = families.some_tokens(4, 9)
@@ -54,6 +57,7 @@ def test_disagreement_has_fidelitys_mean_and_errors(made):
     assert found.value("p50") <= beside.kl * 32 and found.value("max") >= beside.kl
 
 
+@pytest.mark.quick_cases(1)
 def test_multiverse_runs(made):
     model, factors, task = made
     methods = {"SWD": factors, "neurons": swd.baselines.neurons(model, "blocks.*.mlp_out")}

@@ -37,7 +37,7 @@ def hosts(request):
     return raw, processed, swd.factorize(raw, "all", sparsity=0.4, tokens=TOKENS, outer_iterations=3, progress=False)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 def test_transport_there_and_back(hosts):
     raw, processed, factors = hosts
     moved = factors.transport(processed)
@@ -52,6 +52,7 @@ def test_factors_of_the_processed_bridge_move_to_the_raw_one(hosts):
     assert_same(seen(processed, factors), seen(raw, factors.transport(raw)))
 
 
+@pytest.mark.quick_cases(2)
 def test_without_transport_it_is_refused(hosts):
     _, processed, factors = hosts
     assert host_of(processed).processing()["compatibility_mode"]

@@ -34,7 +34,7 @@ def random_factors(bridge):
     return made
 
 
-@pytest.mark.quick_cases(12)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(("family", "site", "kind"), PLACES)
 @pytest.mark.parametrize("edit", SEEN_BY_VERSION | SEEN_BY_VALUE)
 def test_a_changed_weight_is_noticed(edit, family, site, kind):

@@ -172,6 +172,7 @@ def test_an_interrupted_call_goes_on_where_it_was(toy, tmp_path, monkeypatch):
     assert other.units == 5
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("positions", ["scoring", "all"])
 @pytest.mark.parametrize("ablation", ["mean", "zero", "resample"])
 def test_the_gradient_is_that_of_differences(positions, ablation):
@@ -211,6 +212,7 @@ def test_whole_restorations_are_the_circuits_runs_to_the_bit(toy):
     assert torch.equal(whole.margins, part.margins)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("ablation", ["mean", "zero"])
 def test_it_never_recovers_more_than_the_circuit_and_as_much_without_a_budget(toy, ablation):
     model, factors, task, _ = toy
@@ -302,16 +304,6 @@ def unbound(found: Attack, generator: torch.Generator) -> float:
     lower = int((values < low - tolerance).sum())
     tied = found._as_low(found.budgets[0]) - lower
     return (lower + float(torch.rand(1, generator=generator)) * (1 + tied)) / (1 + len(values))
-
-
-def test_p_is_uniform_for_an_adversary_that_learned_nothing(toy, monkeypatch):
-    model, factors, task, _ = toy
-    generator, p = torch.Generator().manual_seed(1), []
-    blind(monkeypatch, generator)
-    for draw in range(60):
-        found = attack(model, factors, task, prefix_of(toy, 6), n=9, seed=100 * draw, max_prompts=1)
-        p.append(unbound(found, generator))
-    assert kstest(p, "uniform").pvalue > 0.01
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from tests.benchmarks.calibration import p_values, random_circuits, refinements,
 SITE = "blocks.3.mlp_out"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("match", ["edges", "score"])
 def test_p_is_uniform_where_effects_follow_scores(match):
     """Without a model: what a circuit does is the sum of what its units do, which is nearly what their scores say."""

@@ -20,10 +20,10 @@ from tests.micro import toy_model
 @pytest.fixture(scope="module")
 def embedded():
     model = swd.load_default_model()
-    task = swd.load_task("gendered_pronoun", model, n_train=40, n_validation=20, n_test=40)
+    task = swd.load_task("gendered_pronoun", model, n_train=20, n_validation=8, n_test=16)
     sites = ["blocks.2.attn_o", "blocks.3.mlp_out"]
     factors = swd.factorize(
-        model, sites, sparsity=0.5, tokens=swd.text_tokens(1_024), preset="quick", outer_iterations=8, progress=False
+        model, sites, sparsity=0.5, tokens=swd.text_tokens(1_024), preset="quick", outer_iterations=4, progress=False
     )
     return model, factors, task, swd.mib(model, factors, task, random=2)
 

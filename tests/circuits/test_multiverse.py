@@ -82,6 +82,7 @@ def drawn(generator, n_specifications, n_contents):
     return specifications
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("n_specifications", [1, 8])
 def test_p_is_uniform_for_exchangeable_methods(n_specifications):
     generator, p = torch.Generator().manual_seed(0), []

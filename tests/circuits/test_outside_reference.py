@@ -152,9 +152,10 @@ def beside(default_model):
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("ablation", ABLATIONS)
-@pytest.mark.parametrize("positions", ["scoring", "all"])
-@pytest.mark.parametrize("surface", SURFACES)
+@pytest.mark.parametrize(
+    ("surface", "positions", "ablation"),  # every pair of values
+    [(s, ("scoring", "all")[(i + j) % 2], a) for i, s in enumerate(SURFACES) for j, a in enumerate(ABLATIONS)],
+)
 def test_every_number_is_that_of_plain_torch(beside, surface, positions, ablation):
     found, curve = beside("gendered_pronoun", SURFACES[surface]).differences(positions, ablation)
     print(surface, positions, ablation, *(f"{name} {value:.0e}" for name, value in found.items()))

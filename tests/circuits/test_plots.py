@@ -14,9 +14,13 @@ from swd_lens.circuits.seeds import mean_min_cost
 from tests.circuits.worked import FEW, OTHER, ROWS, TOY, by_hand, curve
 
 
+@pytest.fixture(scope="module")
+def both(model, every):
+    return compare(model, {"SWD": every, "SVD": baselines.svd(model, "all")}, [TOY, OTHER], evaluation=FEW)
+
+
 @pytest.mark.parametrize("cost", ["edges", "units"])
-def test_the_figure_shows_the_least_costs(model, every, cost):
-    both = compare(model, {"SWD": every, "SVD": baselines.svd(model, "all")}, [TOY, OTHER], evaluation=FEW)
+def test_the_figure_shows_the_least_costs(both, cost):
     figure = both.plot(cost)
     above, below = figure.axes[:2], figure.axes[2:4]
     assert [ax.get_title() for ax in above] == ["toy", "other"]

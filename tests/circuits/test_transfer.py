@@ -66,6 +66,7 @@ def test_it_is_saved_and_has_a_card(micro, tmp_path):
     assert "error term" in found._repr_html_() and len(found.plot().axes[0].lines) == 2
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("source", EXACT)
 @pytest.mark.parametrize("positions", ["scoring", "all"])
 def test_with_exact_factors_it_is_recovered_itself(source, positions):
@@ -84,6 +85,7 @@ def test_with_exact_factors_it_is_recovered_itself(source, positions):
     assert torch.allclose(torch.tensor(found.prompts["full (error kept)"]).float(), dense, atol=1e-4)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("positions", ["scoring", "all"])
 @pytest.mark.parametrize("sites", [("blocks.1.mlp_out",), ("blocks.0.mlp_out", "blocks.1.mlp_out")])
 def test_it_is_the_dense_host_less_what_is_ablated(positions, sites):
@@ -164,6 +166,7 @@ def drawn(generator: torch.Generator, contents: int, per_content: int) -> pd.Dat
     return pd.DataFrame(columns)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("contents", "per_content"), [(40, 1), (12, 4)])
 def test_p_is_uniform_where_the_ways_are_exchangeable(contents, per_content):
     generator = torch.Generator().manual_seed(0)

@@ -8,6 +8,7 @@ from swd_lens.study.best import BestCircuit
 from tests.cli.commands import run
 
 
+@pytest.mark.slow
 def test_circuit_best_finds_saves_and_takes_over(tmp_path, monkeypatch):
     arguments = ["circuit", "--best", "--task", "gendered_pronoun", "--sites", "blocks.2.attn_o", "--minutes", "1e-6"]
     arguments += ["--out", tmp_path, *["--tokens", "1024", "--heldout-tokens", "1024", "--n-train", "48", "--n-test", "40"]]

@@ -74,7 +74,7 @@ def test_factors_of_another_model_are_refused_before_any_text_is_read(tmp_path, 
 
 def test_circuit_in_bfloat16(tmp_path, gpt2_folder):
     host = ["--model", gpt2_folder, "--sites", "blocks.1.mlp_out", "--task", "gendered_pronoun", "-s", "0.5"]
-    small = ["--text", __file__, *SMALL, "--tokens", "256", "--heldout-tokens", "64", *PROMPTS]
+    small = ["--text", __file__, *FEW, "--tokens", "256", "--heldout-tokens", "64"]
     result = run("circuit", *host, *small, "--dtype", "bfloat16", "--out", tmp_path / "run", "--json")
     assert result.exit_code == 0, result.output
     settings = json.loads(result.stdout)["settings"]
@@ -143,9 +143,10 @@ def test_ctrl_c_says_what_is_finished_and_the_command_goes_on(tmp_path, alone, m
     assert both[0].circuit_table().equals(both[1].circuit_table())
 
 
+@pytest.mark.slow
 def test_circuit_writes_report_numbers_and_factors(tmp_path, monkeypatch):
-    arguments = ["circuit", "--out", tmp_path]
-    arguments += ["--sites", "mlp_out", "--task", "ioi", "--task", "gendered_pronoun", "-s", "0.5", "--preset", "quick"]
+    arguments = ["circuit", "--out", tmp_path, "--sites", "blocks.[23].mlp_out", "-s", "0.5", "--preset", "quick"]
+    arguments += ["--task", "ioi", "--task", "gendered_pronoun"]
     prompts = ["--n-train", "20", "--n-validation", "8", "--n-test", "10"]
     result = run(*arguments, *SMALL, *prompts, "--json")
     assert result.exit_code == 0, result.output
@@ -160,9 +161,9 @@ def test_circuit_writes_report_numbers_and_factors(tmp_path, monkeypatch):
         *("SWD s=0.5", "SWD (paper) s=0.5", "Neurons pruned s=0.5", "neurons", "SVD")
     }
     assert (tmp_path / "report.html").stat().st_size < 5_000_000
-    assert len(swd.FactorSet.load(tmp_path / "factors" / "mlp_out-SWD_s=0.5")) == 4
+    assert len(swd.FactorSet.load(tmp_path / "factors" / "blocks._23_.mlp_out-SWD_s=0.5")) == 2
     screened = swd.Run.load(tmp_path).screen
-    assert len(screened.sites) == 4 and list(screened.surfaces) == ["all mlp_out"]
+    assert len(screened.sites) == 2 and list(screened.surfaces) == ["all mlp_out"]
     assert "The margin without a site or surface" in result.stderr
     assert "which matrices the tasks need" in (tmp_path / "report.html").read_text(encoding="utf-8")
     left = ["factors", "parts", "report.html", "run.json", "screen"]
@@ -253,23 +254,6 @@ def test_a_failing_step_fails_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(cli.circuits, "write_report", broken)
     result = run("circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", "-s", "0.5", *FEW)
     assert result.exit_code == 1 and "disk full" in result.stderr
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(
-    "where", ["swd_lens.base.sealed.save_file", "swd_lens.study.run.write_sealed", "swd_lens.report.page.write_text"]
-)
-def test_ctrl_c_leaves_no_half_written_file(tmp_path, monkeypatch, where):
-    def interrupted(*arguments, **named):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(where, interrupted)
-    result = run("circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", "-s", "0.5", *FEW)
-    assert result.exit_code == 130
-    assert not [path for path in tmp_path.rglob("*") if path.name.endswith(".part")]
-    assert not (tmp_path / "report.html").exists()
-    for folder in (tmp_path / "factors").glob("*/factors.json"):
-        swd.FactorSet.load(folder.parent)  # what is there is whole
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_the_run_is_read(tmp_path):

@@ -9,6 +9,7 @@ import swd_lens as swd
 from tests.cli.commands import SMALL, run
 
 
+@pytest.mark.slow
 def test_replace_says_what_is_left_of_the_model(tmp_path, default_model):
     arguments = ["replace", "--out", tmp_path, "--sites", "blocks.0.attn_*", "-s", "0.7", "--budgets", "error", *SMALL]
     result = run(*arguments, "--finetune-tokens", "2048", "--json")

@@ -6,7 +6,7 @@ import torch
 import swd_lens as swd
 import swd_lens.factorization.stages
 from swd_lens.factorization.grams import collect_grams
-from swd_lens.factorization.stages import ReplacedHost, stages_of
+from swd_lens.factorization.stages import stages_of
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.sites import Site
 from swd_lens.units import Attachment
@@ -94,20 +94,6 @@ def test_blocks_are_not_run_again_for_every_later_site(model):
     assert ran.count(1) <= batches * stages + 4 + probes
 
 
-def test_interrupted_behind_replaced_sites_the_host_is_dense_again(model, monkeypatch):
-    f = swd.factorize(model, "mlp_out", **QUICK)
-    sites = find_sites(model, "mlp_out")
-    logits, hooks = model(TOKENS), list(model.hook_dict)
-    for kind in ("sequential", "dense"):
-        with pytest.raises(KeyboardInterrupt), ReplacedHost(model, None, kind, batch_size=4, keep=False) as behind:
-            for site in sites:
-                behind.replace(site, f[site.name])
-            assert list(model.hook_dict) != hooks
-            monkeypatch.setattr(swd_lens.factorization.stages, "collect_grams", _interrupt)
-            behind.calibrate(sites)
-        assert list(model.hook_dict) == hooks and torch.equal(model(TOKENS), logits)
-
-
 def _interrupt(*arguments, **named):
     raise KeyboardInterrupt
 
@@ -165,22 +151,3 @@ def test_interrupted_while_the_host_is_given_back(model, monkeypatch, number):
     with pytest.raises(KeyboardInterrupt):
         swd.factorize(model, "all", **QUICK)
     assert list(model.hook_dict) == hooks and torch.equal(model(TOKENS), logits)
-
-
-def test_a_with_block_interrupted_on_its_way_out(model, monkeypatch):
-    f = swd.factorize(model, "mlp_out", **QUICK)
-    logits, hooks = model(TOKENS), list(model.hook_dict)
-    attached = swd.attach(model, f)
-    steps = attached._undo._steps
-    once = iter([KeyboardInterrupt])
-    last = steps[-1]
-
-    def interrupted():
-        last()
-        for error in once:
-            raise error
-
-    steps[-1] = interrupted
-    with pytest.raises(KeyboardInterrupt), attached:
-        pass
-    assert list(model.hook_dict) == hooks and torch.equal(model(TOKENS), logits) and not attached.attached

@@ -14,6 +14,7 @@ HOSTS = [("hooked", name) for name in families.HOOKED]
 HOSTS += [("bridge", name) for name in ("gpt2", "pythia", "llama", "qwen3", "gemma2")]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(("kind", "family"), HOSTS)
 @torch.no_grad()
 def test_scores_by_hand_are_those_that_the_host_shows(kind, family):

@@ -148,6 +148,7 @@ def test_special_tokens_do_not_count_in_a_gram(model):
     assert "first_position_share" not in swd.factorize(model, SITE, calibration="zero-data", **QUICK)[SITE].provenance
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("calibration", ["sequential", "corrected", "dense", "per_block"])
 def test_every_calibration_leaves_them_out(model, calibration):
     """The same factors as of a Gram that was made without the excluded positions, in every matrix of two blocks."""
@@ -173,6 +174,7 @@ def padded(model):
     return [rows[i : i + 1, :n] for i, n in enumerate(lengths)], (right, right != pad), (left, left != pad)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("side", [0, 1], ids=["behind", "before"])
 def test_padding_is_left_out_wherever_it_is(model, side):
     alone, *both = padded(model)

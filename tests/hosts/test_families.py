@@ -61,6 +61,7 @@ def apart_or_packed(model):
     return sorted({site.kind for site in host_of(model).alternatives()} - {"mlp"})
 
 
+@pytest.mark.quick_cases(5)
 @every_host
 def test_a_folder_computes_what_transformers_computes(kind, family):
     model = shared(kind, family)
@@ -88,6 +89,7 @@ def test_exact_factors_at_every_site_give_the_dense_logits(kind, family, source)
     assert torch.equal(logits_of(model), dense)
 
 
+@pytest.mark.quick_cases(4)
 @every_host
 def test_exact_factors_packed_where_apart_and_apart_where_packed(kind, family):
     model = shared(kind, family)
@@ -164,6 +166,7 @@ def test_gradient_of_a_margin_by_z_is_the_finite_difference_in_float64(kind, fam
             assert float((gradient * direction).sum()) == pytest.approx(slope, rel=1e-6, abs=1e-6), name
 
 
+@pytest.mark.quick_cases(4)
 @every_causal_host
 def test_backward_hooks_fire_in_a_frozen_host(kind, family):
     model = copy.deepcopy(shared(kind, family))
@@ -180,6 +183,7 @@ def test_backward_hooks_fire_in_a_frozen_host(kind, family):
 # ---------------------------------------------------------------------------------------------- TransformerLens' tools
 
 
+@pytest.mark.quick_cases(4)
 @every_host
 def test_cache_names_filter_and_pos_slice(kind, family):
     model = shared(kind, family)
@@ -226,6 +230,7 @@ def _with_last(z, clean):
     return z
 
 
+@pytest.mark.quick_cases(4)
 @every_causal_host
 def test_generate_gives_the_same_tokens_with_and_without_the_cache(kind, family):
     model = shared(kind, family)
@@ -237,6 +242,7 @@ def test_generate_gives_the_same_tokens_with_and_without_the_cache(kind, family)
         assert model.generate(prompt, use_past_kv_cache=False, **how) == dense
 
 
+@pytest.mark.quick_cases(4)
 @every_causal_host
 def test_stop_at_layer_runs_the_units_below_it_without_a_warning(kind, family, recwarn):
     model = shared(kind, family)
@@ -277,6 +283,7 @@ def test_dtype_copies_and_modes_follow_the_host(kind, family):
     assert relative(logits_of(model), dense) < 1e-6
 
 
+@pytest.mark.quick_cases(4)
 @every_host
 def test_a_printed_host_shows_its_units_one_line_per_site(kind, family):
     model = shared(kind, family)
@@ -316,6 +323,7 @@ def test_a_padded_batch_gives_row_by_row_what_single_prompts_give(kind, family, 
 # ---------------------------------------------------------------------------------------------- back again
 
 
+@pytest.mark.quick_cases(4)
 @every_host
 def test_the_host_is_restored_bit_for_bit_also_after_an_exception(kind, family):
     model = shared(kind, family)
@@ -330,6 +338,7 @@ def test_the_host_is_restored_bit_for_bit_also_after_an_exception(kind, family):
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.quick_cases(4)
 @every_host
 def test_a_site_that_does_not_run_is_reported(kind, family):
     model = shared(kind, family)

@@ -65,6 +65,7 @@ def close(a, b, tolerance=1e-5):
     return bool((a - b).abs().max() <= tolerance * b.abs().max())
 
 
+@pytest.mark.quick_cases(3)
 @every_host
 @torch.no_grad()
 def test_every_layer_is_fused_and_gives_the_same_logits(kind, family, calls):
@@ -139,6 +140,7 @@ def test_attention_that_is_more_than_scores_and_softmax_is_never_fused(kind, fam
         assert torch.equal(host.run(TOKENS), plain)
 
 
+@pytest.mark.quick_cases(3)
 @every_host
 @torch.no_grad()
 def test_inputs_outputs_and_attached_units_show_the_same(kind, family, calls):
@@ -316,6 +318,7 @@ def test_a_comparison_under_a_hook_inside_is_not_remembered(kind, family, calls)
 # ---------------------------------------------------------------------------------------------- who uses it
 
 
+@pytest.mark.quick_cases(2)
 @two_families
 def test_calibration_and_fidelity_run_fused(kind, family, calls, monkeypatch):
     model = getattr(families, kind)(family)

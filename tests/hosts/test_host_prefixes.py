@@ -16,6 +16,7 @@ from tests.hosts.test_interrupts import everything
 from tests.hosts.test_running import both_ways, every_host, loaded, two_hosts
 
 
+@pytest.mark.quick_cases(10)
 @every_host
 @both_ways
 def test_copies_of_the_batch_keep_to_their_own_prefix(kind, family, kept):
@@ -30,6 +31,7 @@ def test_copies_of_the_batch_keep_to_their_own_prefix(kind, family, kept):
         assert relative(host.last_logits(copies, prefix, start=Start(1, resid)), whole) < 1e-5
 
 
+@pytest.mark.quick_cases(5)
 @every_host
 def test_prompts_of_one_token(kind, family):
     model, _, tokens = loaded(kind, family)
@@ -53,6 +55,7 @@ def test_a_start_behind_the_end_is_refused(kind, family):
                 run()
 
 
+@pytest.mark.quick_cases(5)
 @every_host
 def test_prompts_that_are_begun_end_as_whole_ones_under_any_units(kind, family):
     """To the bit: a prefix from the block on, what enters it and later blocks at the last position, and the logits."""
@@ -97,6 +100,7 @@ def tensors_in(thing, found=None):
     return found
 
 
+@pytest.mark.quick_cases(5)
 @every_host
 def test_a_prefix_from_a_layer_on_drops_the_earlier_layers_and_repeating_copies_no_keys(kind, family):
     model, _, _ = loaded(kind, family)
@@ -115,6 +119,7 @@ def test_a_prefix_from_a_layer_on_drops_the_earlier_layers_and_repeating_copies_
     assert host.repeat_prefix(prefix, 1) is prefix
 
 
+@pytest.mark.quick_cases(5)
 @every_host
 def test_a_prefix_that_lacks_the_layer_is_refused(kind, family):
     model, _, tokens = loaded(kind, family)

@@ -10,6 +10,7 @@ from swd_lens.hosts.load import load_host
 from tests import families
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", families.HOOKED)
 def test_weights_lie_as_the_forward_reads_them_and_give_the_same_bits(family, dtype):

@@ -117,7 +117,7 @@ def test_a_run_that_starts_at_a_block_ends_as_the_whole_run(kind, family, kept):
                 assert relative(logits, whole.repeat(6, 1)[:, ids]) < 1e-5
 
 
-@pytest.mark.quick_cases(10)
+@pytest.mark.quick_cases(3)
 @every_host
 @both_ways
 def test_gradients_are_those_of_the_whole_run(kind, family, kept):
@@ -175,6 +175,7 @@ def test_the_residual_is_what_hooks_see(kind, family):
             assert relative(host.residual(tokens, layer), resid) < 1e-6
 
 
+@pytest.mark.quick_cases(5)
 @every_host
 def test_another_residual_is_taken_up(kind, family):
     model, _, tokens = loaded(kind, family)
@@ -215,6 +216,7 @@ def reads(host, sites, run):
     return seen
 
 
+@pytest.mark.quick_cases(5)
 @every_host
 def test_blocks_that_are_run_from_a_start_read_what_they_read_in_a_whole_run_to_the_bit(kind, family):
     model, factors, tokens = loaded(kind, family)
@@ -289,6 +291,7 @@ def test_few_tokens_do_not_cost_the_vocabulary(kind, family, kept):
 # ---------------------------------------------------------------------------------------------- nothing is left behind
 
 
+@pytest.mark.quick_cases(8)
 @every_host
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_an_error_inside_leaves_the_host_as_it_was(kind, family, error):
@@ -367,6 +370,7 @@ def test_copied_and_frozen_hosts(kind, family):
         assert resid.grad is not None and resid.grad.abs().max() > 0
 
 
+@pytest.mark.quick_cases(5)
 @every_host
 def test_a_short_last_block_gives_the_same_logits_and_leaves_nothing_behind(kind, family):
     model, factors, tokens = loaded(kind, family)

@@ -13,6 +13,7 @@ def names(pattern):
     return [site.name for site in select_sites(SITES, pattern)]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [

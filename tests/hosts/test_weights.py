@@ -13,6 +13,7 @@ from tests import families
 from tests.hosts.test_families import HAS_HOOKED, HOSTS
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(("kind", "family"), HOSTS)
 def test_what_rewrites_weights_is_refused_while_guarded(kind, family):
     host = host_of(getattr(families, kind)(family))

@@ -73,6 +73,12 @@ def small(run: Run) -> Run:
     return replace(run, replacements=replacements, comparisons={surface: comparison}, cards=[], attention=[])
 
 
+@pytest.fixture(scope="session")
+def carded(run: Run, small: Run) -> Run:
+    """The small run with its cards."""
+    return replace(small, cards=[card for card in run.cards if card.surface in small.comparisons])
+
+
 def with_screen(run: Run) -> Run:
     """The run with a screen of three sites and a surface: a task that is done well, and one of which half is done."""
     names = ("blocks.0.attn_qkv", "blocks.1.attn_o", "blocks.1.mlp_out", f"all {HOSTILE_SURFACE}")

@@ -172,7 +172,7 @@ def carrying(run: Run) -> Run:
 
 
 def test_circuit_table_is_the_runs(run: Run) -> None:
-    run = carrying(run)
+    run = replace(carrying(run), cards=[], attention=[])
     page = Page(render_report(run))
     wanted = Counter()
     for record in run.circuit_table().to_dict("records"):
@@ -304,11 +304,11 @@ def test_the_legend_names_what_is_further_off_in_ce(small: Run) -> None:
         assert re.search(r" \((CE|KL) [+-]\d\.\d{4} ± \d\.\d{4}", label) and label in text
 
 
-def test_tokens_are_harmless_and_visible(run: Run) -> None:
-    html = render_report(replace(with_cards(run, HOSTILE), attention=[]))
+def test_tokens_are_harmless_and_visible(carded: Run) -> None:
+    html = render_report(with_cards(carded, HOSTILE))
     page = _check(html)
     assert page.tags["script"] == 0
-    harmless = Page(render_report(replace(with_cards(run, ("plain",) * len(HOSTILE)), attention=[])))
+    harmless = Page(render_report(with_cards(carded, ("plain",) * len(HOSTILE))))
     assert page.tags["b"] == harmless.tags["b"]
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
     text = "".join(page.text)
@@ -324,8 +324,8 @@ def test_names_are_harmless(run: Run, html: str, still: str, page: Page) -> None
     assert wording.readable(HOSTILE_TASK) in text and HOSTILE_SURFACE in text and "tiny <model>" in text
 
 
-def test_a_lone_surrogate_does_not_stop_the_file(run: Run, tmp_path: Path) -> None:
-    assert write_report(with_cards(run, ("\ud83d", "x")), tmp_path / "r.html").is_file()
+def test_a_lone_surrogate_does_not_stop_the_file(carded: Run, tmp_path: Path) -> None:
+    assert write_report(with_cards(carded, ("\ud83d", "x")), tmp_path / "r.html").is_file()
 
 
 def _scripts(panels: int) -> int:
@@ -346,27 +346,27 @@ def test_attention_is_drawn_by_one_library_and_said_in_words(run: Run, html: str
     assert html.count("data:image/png;base64,") == sum(len(view.names) for view in views)
 
 
-def test_attention_of_hostile_tokens_is_harmless(run: Run) -> None:
-    hostile = render_report(with_attention(run, HOSTILE))
+def test_attention_of_hostile_tokens_is_harmless(small: Run) -> None:
+    hostile = render_report(with_attention(small, HOSTILE))
     page = _check(hostile)
     assert page.tags["script"] == _scripts(1) - 1  # the check leaves the library out
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
-    plain = _check(render_report(with_attention(run, tuple(f"t{i}" for i in range(len(HOSTILE))))))
+    plain = _check(render_report(with_attention(small, tuple(f"t{i}" for i in range(len(HOSTILE))))))
     assert page.tags == plain.tags
     assert "\u202e" not in hostile.replace(library(), "")
     assert "sees it" in "".join(page.text) and "KL of </script>" in "".join(page.text)
 
 
-def test_further_sections_are_shown_and_harmless(run: Run) -> None:
+def test_further_sections_are_shown_and_harmless(small: Run) -> None:
     figure, axes = new_figure()
     axes[0, 0].plot([1, 2])
     words = "</script><b>&amp;"
     picture = Picture.of(figure, f"graph {words}", f"description {words}", f"caption {words}")
     table = SectionTable(f"table {words}", ("name", "n"), ((words, 1234), ("x", None), ("y", 0.5)))
     section = ReportSection(f"Unit graph {words}", (f"intro {words}", "second"), (picture, picture), (table,), "Graph")
-    html = render_report(replace(run, extras=[section, section], attention=[]))
+    html = render_report(replace(small, extras=[section, section]))
     page = _check(html)
-    bare = _check(render_report(replace(run, attention=[])))
+    bare = _check(render_report(small))
     assert page.tags["script"] == 0 and page.tags["b"] == bare.tags["b"] and page.tags["h2"] == bare.tags["h2"] + 2
     text = "".join(page.text)
     assert [v for _, name, v in page.attributes if name == "alt"] == [f"graph {words}. description {words}"] * 4
@@ -376,10 +376,10 @@ def test_further_sections_are_shown_and_harmless(run: Run) -> None:
     assert html.count('href="#extra-0"') == html.count('href="#extra-1"') == 1
 
 
-def test_a_unit_graph_unfolds_into_a_page_of_its_own(run: Run, host: Any) -> None:
+def test_a_unit_graph_unfolds_into_a_page_of_its_own(small: Run, host: Any) -> None:
     """In a frame that may run its own script and reach nothing: neither the report nor the disk, nor a network."""
     graph, plain_section = section_with_graph(host), ReportSection("Other")
-    html = render_report(replace(run, extras=[graph, plain_section], attention=[]))
+    html = render_report(replace(small, extras=[graph, plain_section]))
     page = _check(re.sub('srcdoc="[^"]*"', "", html))
     assert page.tags["script"] == 0 and page.tags["iframe"] == 1
     (frame,) = [{name: value for tag, name, value in Page(html).attributes if tag == "iframe"}]
@@ -399,10 +399,10 @@ def test_a_graph_of_a_run_file_is_read_before_it_is_shown(host: Any) -> None:
         ReportSection.from_dict(values)
 
 
-def test_a_picture_of_a_run_file_can_only_be_seen(run: Run) -> None:
+def test_a_picture_of_a_run_file_can_only_be_seen(small: Run) -> None:
     """Whatever it holds, it stands in an <img>, where a browser runs no script and loads nothing."""
     svg = '<svg viewBox="0 0 4 4" onload="alert(1)"><script>alert(1)</script><image href="http://example.com/x.png"/></svg>'
-    html = render_report(replace(run, extras=[ReportSection("S", pictures=(Picture(svg, "title", "words"),))], attention=[]))
+    html = render_report(replace(small, extras=[ReportSection("S", pictures=(Picture(svg, "title", "words"),))]))
     page = _check(html)
     assert page.tags["script"] == 0 and page.tags["img"] == 1 and "example.com" not in html
     (image,) = [{name: value for tag, name, value in page.attributes if tag == "img"}]
@@ -428,22 +428,10 @@ def test_is_small(html: str, still: str) -> None:
     assert len(html.encode()) < len(library()) + 1_500_000 < 5_000_000
 
 
-def test_is_written_whole(run: Run, html: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_run_is_written_as_the_same_page(run: Run, html: str, tmp_path: Path) -> None:
     path = write_report(run, str(tmp_path / "new" / "report.html"))
     assert path.read_text(encoding="utf-8") == html
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]
-
-    def interrupted(*args: Any, **options: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "write_text", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_report(run, path)
-    assert [p.name for p in path.parent.iterdir()] == ["report.html"]
-
-
-def test_the_same_run_gives_the_same_page(run: Run, html: str) -> None:
-    assert render_report(run) == html
 
 
 def test_tables_and_pictures_can_be_read_aloud(html: str, page: Page) -> None:
@@ -460,18 +448,18 @@ def test_one_surface_one_task_one_method(run: Run, method: str) -> None:
     task, comparison = next(iter(by_task.items()))
     single = replace(by_task, tasks={task: replace(comparison, curves={method: comparison.curves[method]})})
     replacements = [r for r in run.replacements if (r.surface, r.method) == (surface, method)]
-    _check(render_report(replace(run, replacements=replacements, comparisons={surface: single}, cards=[])))
+    _check(render_report(replace(run, replacements=replacements, comparisons={surface: single}, cards=[], attention=[])))
 
 
-def test_many_methods(run: Run) -> None:
+def test_many_methods(small: Run) -> None:
     names = [f"method {i}" for i in range(12)]
 
     def twelve(c: TaskComparison) -> TaskComparison:
         return replace(c, curves={name: next(iter(c.curves.values())) for name in names}, scores={})
 
-    comparisons = {surface: of_tasks(c, twelve) for surface, c in run.comparisons.items()}
-    replacements = [replace(run.replacements[0], method=name) for name in names]
-    page = _check(render_report(replace(run, replacements=replacements, comparisons=comparisons, cards=[])))
+    comparisons = {surface: of_tasks(c, twelve) for surface, c in small.comparisons.items()}
+    replacements = [replace(small.replacements[0], method=name) for name in names]
+    page = _check(render_report(replace(small, replacements=replacements, comparisons=comparisons)))
     assert all(name in "".join(page.text) for name in names)
 
 
@@ -485,17 +473,17 @@ def test_odd_curves(small: Run, columns: dict[str, Any]) -> None:
     _check(render_report(with_curve_rows(small, **columns)))
 
 
-def test_nothing_found(run: Run) -> None:
+def test_nothing_found(run: Run, carded: Run) -> None:
     empty = Run({}, [], {}, [], 0.0)
     assert "nothing to report" in "".join(_check(render_report(empty)).text)
     _check(render_report(replace(run, comparisons={}, cards=[])))
-    _check(render_report(replace(run, comparisons={s: Comparison({}) for s in run.comparisons}, cards=[])))
-    _check(render_report(replace(run, cards=[replace(card, contexts=(), logits=None) for card in run.cards])))
+    _check(render_report(replace(run, comparisons={s: Comparison({}) for s in run.comparisons}, cards=[], attention=[])))
+    _check(render_report(replace(carded, cards=[replace(card, contexts=(), logits=None) for card in carded.cards])))
 
 
-def test_sites_that_do_not_write_to_the_residual_stream_say_so(run: Run) -> None:
-    cards = [replace(card, unit=f"blocks.0.mlp_in/{i}", logits=None) for i, card in enumerate(run.cards)]
-    page = _check(render_report(replace(run, cards=cards)))
+def test_sites_that_do_not_write_to_the_residual_stream_say_so(carded: Run) -> None:
+    cards = [replace(card, unit=f"blocks.0.mlp_in/{i}", logits=None) for i, card in enumerate(carded.cards)]
+    page = _check(render_report(replace(carded, cards=cards)))
     assert "does not write to the residual stream" in "".join(page.text)
 
 

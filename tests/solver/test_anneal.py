@@ -144,6 +144,7 @@ def test_square_matrix_beyond_the_papers_square_factor():
 # ---------------------------------------------------------------------- it does its work
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("shape", [(40, 64), (64, 40), (48, 48)])
 def test_half_of_the_papers_error(shape: tuple[int, int]):
     """Not worse on any, .75 on average (measured: see RESULTS.md for real matrices)."""
@@ -260,6 +261,7 @@ def test_the_scale_of_the_gram_changes_no_bit(shape: tuple[int, int], units: int
     assert_same_bits(solve(weight, gram, units=units), solve(weight, c * gram, units=units))
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("c", [4.0, 2.0**20, 2.0**-20])
 def test_the_scale_of_the_weight_changes_no_bit(shape: tuple[int, int], c: float):

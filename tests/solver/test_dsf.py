@@ -36,6 +36,7 @@ def assert_same_bits(one, other) -> None:
 # ---------------------------------------------------------------------- counts and supports
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("calibrated", [True, False])
 @pytest.mark.parametrize("rounding", ["reference", "exact"])
@@ -68,6 +69,7 @@ def test_finalisation_keeps_supports_and_read_and_lowers_the_loss(shape: tuple[i
 # ---------------------------------------------------------------------- invariances
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("c", [0.5, 2.0, 2.0**40, 2.0**-40])
 def test_clean_arithmetic_ignores_the_scale_of_the_gram_to_the_bit(shape: tuple[int, int], c: float):

@@ -54,6 +54,7 @@ def test_permuted_inputs_and_outputs(shape: tuple[int, int], how: dict[str, Any]
     torch.testing.assert_close(permuted, product64(weight, gram, how)[rows][:, columns], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.quick_cases(6)
 @every_shape
 @pytest.mark.parametrize(("how", "tolerance"), [({}, 1e-9), ({"preset": "paper"}, 1e-5)], ids=["best", "paper"])
 @pytest.mark.parametrize("c", [3.0, 0.01, 1e-20, 1e20])
@@ -77,6 +78,7 @@ def test_zero_data_is_the_identity_gram(shape: tuple[int, int], how: dict[str, A
         torch.testing.assert_close(product64(weight, 0.3 * eye, how), product64(weight, None, how), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.quick_cases(2)
 @every_way
 def test_same_inputs_same_bits_whatever_the_callers_settings(how: dict[str, Any]):
     weight, gram = weight_of((64, 96)), gram_of(64)
@@ -95,6 +97,7 @@ def test_same_inputs_same_bits_whatever_the_callers_settings(how: dict[str, Any]
 # ---------------------------------------------------------------------- they do their work
 
 
+@pytest.mark.quick_cases(3)
 @every_shape
 @pytest.mark.parametrize("how", [{}, {"units": "1.5x"}, {"preset": "paper"}], ids=str)
 def test_more_edges_and_more_iterations_help(shape: tuple[int, int], how: dict[str, Any]):

@@ -93,6 +93,7 @@ def test_an_indefinite_gram_is_refused_where_only_its_diagonal_would_be_used():
             solve(weight, gram, **used)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("shape", [(8, 8), (12, 8), (8, 24)])
 @pytest.mark.parametrize("value", [1.0, -3.0, 1e-30])
 def test_a_constant_matrix_and_the_papers_solver(shape: tuple[int, int], value: float):

@@ -88,6 +88,7 @@ def test_test_prompts_choose_nothing():
     pd.testing.assert_frame_equal(*kept)
 
 
+@pytest.mark.slow
 def test_a_goal_that_only_exact_units_keep():
     best = best_at_site(kl=1e-9)
     assert best.method in EXACT

@@ -62,17 +62,6 @@ def test_the_whole_road_and_its_folder(model, tmp_path):
     assert again.as_dict() == made.as_dict()
 
 
-def test_interrupted_between_the_steps(model, tmp_path, monkeypatch):
-    named = {**QUICK, "sparsity": 0.6, "finetune_options": TUNE}
-    whole = swd.replace_model(model, "mlp_out", **named)
-    with monkeypatch.context() as patch:
-        patch.setattr(replacement, "finetune_factors", _interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            swd.replace_model(model, "mlp_out", **named, out=tmp_path)
-    resumed = swd.replace_model(model, "mlp_out", **named, out=tmp_path)
-    assert resumed.as_dict() == whole.as_dict()
-
-
 def _interrupt(*arguments, **named):
     raise KeyboardInterrupt
 

@@ -14,7 +14,6 @@ import swd_lens.circuits.protocol
 from swd_lens.base.errors import BudgetError
 from swd_lens.base.sealed import read_tensors, write_tensors
 from swd_lens.base.step_cache import CALL, FOLDER, StepCache
-from swd_lens.solver import svd_prune
 from swd_lens.study import Run, run_study
 from swd_lens.study.resume import memory_of, task_fingerprint
 from swd_lens.study.run_file import STAGED
@@ -135,28 +134,6 @@ def test_what_is_added_is_run_and_nothing_else(model, whole, tmp_path):
     assert Run.load(tmp_path).settings["sparsities"] == [0.5, 0.6]
     with pytest.raises(swd.ResumeError, match=r"tasks: other .* then, None now"):
         study(model, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_pruned_control_may_be_added_and_goes_on_where_it_was_interrupted(model, whole, tmp_path, monkeypatch):
-    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    how = {"controls": ("svd", "random_b", "svd_pruned")}
-    prune, calls = svd_prune.factorize, []
-
-    def counted(*given):
-        calls.append(1)
-        if len(calls) == 2:  # the second matrix of all; the one of the first surface is finished
-            raise KeyboardInterrupt
-        return prune(*given)
-
-    monkeypatch.setattr(svd_prune, "factorize", counted)
-    with pytest.raises(KeyboardInterrupt):
-        study(model, tmp_path, **how)
-    run = study(model, tmp_path, **how)
-    assert len(calls) == 2 + (len(swd.find_sites(model, MLP)))  # none of the first surface again
-    monkeypatch.setattr(svd_prune, "factorize", prune)
-    assert numbers(run) == numbers(study(model, **how))
-    assert [r.method for r in run.replacements if r.role == "control" and not r.exact] == ["SVD pruned s=0.5"] * 2
 
 
 @pytest.mark.parametrize(

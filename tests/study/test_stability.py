@@ -45,6 +45,7 @@ def card(folder):
     return swd.stability(model(), SITE, task(), tokens=text(), vary=VARY, n=8, nulls=2, corpora=corpora, out=folder, **HOW)
 
 
+@pytest.mark.slow
 def test_a_card_of_eight_axes(card):
     before = {name: p.clone() for name, p in swd.load_default_model().named_parameters()}
     assert all(torch.equal(p, before[name]) for name, p in model().named_parameters())
@@ -61,12 +62,14 @@ def test_a_card_of_eight_axes(card):
     assert card.settings["basis"] == "input" and card.settings["preset"] == "quick"
 
 
+@pytest.mark.slow
 def test_the_base_beside_itself(card):
     for name in ("similarity", "similarity of claimed", "contribution", "edges shared", "claims recurring"):
         assert card.base[name] == pytest.approx(1), name
     assert card.base["recovered"] > card.base["random recovered"] and card.base["units"] == len(card.claimed)
 
 
+@pytest.mark.slow
 def test_null_runs_score_at_chance(card):
     """Units of another matrix are no more alike than random atoms are; and claims do not recur."""
     nulls, runs = card.nulls, card.runs
@@ -79,6 +82,7 @@ def test_null_runs_score_at_chance(card):
     assert not any(each.met(card.table()["null"].iloc[i]) for i, each in enumerate(stability_card.CRITERIA[:2]))
 
 
+@pytest.mark.slow
 def test_the_same_call_takes_everything_over_and_a_longer_one_adds(card, folder, monkeypatch):
     module = import_module("swd_lens.study.stability")  # the package has the function under this name
     corpora = {"held out": swd.text_tokens(1_024, split="test")}
@@ -99,30 +103,6 @@ def test_the_same_call_takes_everything_over_and_a_longer_one_adds(card, folder,
     assert measured == ["start"] and longer.runs["value"].tolist()[-1] == "2"
     with pytest.raises(ResumeError, match="recovered"):
         swd.stability(model(), SITE, task(), n=8, nulls=2, recovered=0.8, **how)
-
-
-@pytest.mark.slow
-def test_an_interrupted_call_goes_on(tmp_path, monkeypatch):
-    module = import_module("swd_lens.study.stability")
-    how = {"tokens": text(), "n": 3, "nulls": 0, "vary": ("prompts", "data"), "out": tmp_path, **HOW}
-    run = module._Measured.run
-
-    def stopped(self, variation):
-        if variation.axis == "data":
-            raise KeyboardInterrupt
-        return run(self, variation)
-
-    weights = {name: p.clone() for name, p in model().named_parameters()}
-    with monkeypatch.context() as patch:
-        patch.setattr(module._Measured, "run", stopped)
-        with pytest.raises(KeyboardInterrupt, match=r"stability was interrupted, 1 of 3 runs measured; .* goes on from there"):
-            swd.stability(model(), SITE, task(), **how)
-    assert all(torch.equal(p, weights[name]) for name, p in model().named_parameters())
-    assert not any(hook.fwd_hooks for hook in model().hook_dict.values())
-    done = swd.stability(model(), SITE, task(), **how)
-    whole = swd.stability(model(), SITE, task(), **{**how, "out": None})
-    pd.testing.assert_frame_equal(done.runs, whole.runs)
-    assert done.runs["axis"].tolist() == ["prompts", "data", "prompts"]
 
 
 def test_two_runs_that_differ_in_nothing_are_the_same():

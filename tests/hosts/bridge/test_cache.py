@@ -7,7 +7,7 @@ from tests import families
 from tests.hosts.bridge.conftest import close, sites_with, swap_dense
 
 
-@pytest.mark.quick_cases(14)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("pos", [11, 2, 45])  # gemma2's window is 32 positions
 @pytest.mark.parametrize("swapped", [True, False])
 def test_a_prefix_gives_the_logits_of_the_whole_prompt(causal, pos, swapped):

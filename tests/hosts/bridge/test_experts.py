@@ -65,6 +65,7 @@ def sorted_routing(stack, model, tokens=TOKENS):
     return stack, hidden, experts.view(len(hidden), -1), by_slot.view(len(hidden), -1)
 
 
+@pytest.mark.quick_cases(2)
 def test_experts_are_sites_with_the_stacks_own_matrices(made):
     name, model = made
     stack, *_ = routing(model, 1)
@@ -82,6 +83,7 @@ def test_experts_are_sites_with_the_stacks_own_matrices(made):
     assert sum(site.numel for site in ours.values()) >= 0.99 * matrix_entries(host)
 
 
+@pytest.mark.quick_cases(2)
 def test_exact_factors_change_nothing_and_everything_is_put_back(made):
     _, model = made
     with torch.no_grad():
@@ -95,6 +97,7 @@ def test_exact_factors_change_nothing_and_everything_is_put_back(made):
         assert torch.equal(model(TOKENS), dense)
 
 
+@pytest.mark.quick_cases(2)
 def test_z_is_there_where_tokens_are_routed_and_the_hook_says_which(made):
     name, model = made
     _, hidden, experts, _ = routing(model, 1)
@@ -112,6 +115,7 @@ def test_z_is_there_where_tokens_are_routed_and_the_hook_says_which(made):
     torch.testing.assert_close(z[chosen], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick_cases(2)
 def test_a_hook_at_a_token_of_another_expert_changes_nothing(made):
     name, model = made
     site = LAST[name]
@@ -126,6 +130,7 @@ def test_a_hook_at_a_token_of_another_expert_changes_nothing(made):
         assert not torch.equal(here, plain)
 
 
+@pytest.mark.quick_cases(2)
 def test_grams_are_means_over_the_routed_tokens(made):
     _, model = made
     _, hidden, experts, _ = routing(model, 1)
@@ -137,6 +142,7 @@ def test_grams_are_means_over_the_routed_tokens(made):
         torch.testing.assert_close(grams[site.name], h.T @ h / max(len(h), 1), rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("calibration", ["sequential", "corrected"])
 def test_an_expert_without_tokens_is_made_zero_data_and_said(calibration):
     model, one = loaded("Mixtral"), TOKENS[:1, :3]
@@ -163,7 +169,7 @@ def test_stages_hold_what_no_site_of_them_changes():
     assert max(map(len, stages_of(sites, "sequential", gram_bytes=room))) == 3
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("positions", ["scoring", "all"])
 def test_circuits_across_experts_are_those_of_whole_prompts(made, positions):
     model = made[1].double()
@@ -187,6 +193,7 @@ def test_circuits_across_experts_are_those_of_whole_prompts(made, positions):
             )
 
 
+@pytest.mark.quick_cases(1)
 def test_screen_and_fidelity_name_experts(made):
     _, model = made
     split = split_for(model, 6, 1, "train")

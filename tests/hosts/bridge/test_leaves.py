@@ -7,6 +7,7 @@ from swd_lens.base.errors import UnsupportedHostError
 from tests.hosts.bridge.conftest import TOKENS, DenseUnits, close, fresh, sites_with, snapshot, swap_dense, swap_in
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("packed", [True, False])
 def test_units_of_the_dense_matrix_compute_the_dense_model_and_undoing_leaves_no_trace(host, packed):
     model, sites = host.model, sites_with(host, packed)
@@ -45,6 +46,7 @@ def test_every_unit_hook_sees_and_changes_what_the_site_computes(host):
         undo()
 
 
+@pytest.mark.quick_cases(3)
 def test_a_site_is_swapped_once(host):
     site = host.sites()[0]
     undo = swap_dense(host, [site])
@@ -67,6 +69,7 @@ def test_overlapping_sites_are_not_swapped_together(part, whole):
         undo()
 
 
+@pytest.mark.quick_cases(3)
 def test_a_whole_mlp_is_swapped_as_one(host):
     """Nothing else changes, and a unit of it that is added to adds to what the block writes."""
     sites = [site for site in host.alternatives() if site.kind == "mlp"]
@@ -101,6 +104,7 @@ def test_undoing_an_older_swap_spares_the_newer_one():
     new()
 
 
+@pytest.mark.quick_cases(3)
 def test_a_swap_that_fails_half_way_leaves_no_trace(host, monkeypatch):
     import swd_lens.hosts.bridge as bridge
 
@@ -117,6 +121,7 @@ def test_a_swap_that_fails_half_way_leaves_no_trace(host, monkeypatch):
         assert snapshot(host.model) == before
 
 
+@pytest.mark.quick_cases(3)
 def test_projections_may_ask_for_the_dense_output(host):
     dense = host.run(TOKENS)
     sites, undos, seen = host.sites(), [], {}
@@ -142,6 +147,7 @@ def test_the_bias_is_read_when_the_model_runs():
         assert close(edited, host.run(TOKENS))
 
 
+@pytest.mark.quick_cases(3)
 def test_the_weight_of_a_swapped_site_cannot_be_read(host):
     for site in host.sites():
         undo = swap_dense(host, [site])

@@ -6,7 +6,7 @@ import torch
 from tests.hosts.bridge.conftest import TOKENS, close, fresh, sites_with, swap_dense
 
 
-@pytest.mark.quick_cases(12)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("swapped", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
 def test_outputs_are_inputs_times_the_weight_plus_the_bias(host, packed, swapped):

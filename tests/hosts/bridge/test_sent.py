@@ -20,6 +20,7 @@ def by_torch(model):
     torch.save(model, io.BytesIO())
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("send", [pickle.dumps, lambda model: pickle.dumps(model, 0), by_torch, ForkingPickler.dumps])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_an_attached_bridge_is_not_pickled_and_says_what_to_do(family, send):

@@ -63,6 +63,7 @@ def _reference_weight(name: str, model: nn.Module, site: Site, linear: bool) -> 
     return weight
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_weights_are_those_of_the_checkpoint(name: str):
     host, model = fresh(name), families.reference(name)
