@@ -89,7 +89,7 @@ def test_files_that_are_no_graph(tmp_path):
     written = _written(toy_graph(), tmp_path / "later.json")
     written["metadata"]["swd_lens"]["version"] = 99
     (tmp_path / "later.json").write_text(json.dumps(written))
-    with pytest.raises(ValueError, match=r"format 99.*update swd_lens"):
+    with pytest.raises(ValueError, match=r"format 99.*newer than this swd_lens; update it"):
         UnitGraph.load(tmp_path / "later.json")
 
 

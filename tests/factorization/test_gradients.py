@@ -6,7 +6,7 @@ from swd_lens.factorization import gradients
 from swd_lens.factorization.gradients import collect_output_grams
 from swd_lens.hosts import find_sites
 from swd_lens.tasks.streams import TokenStream
-from tests.factorization.test_output_grams import TOKENS
+from tests.factorization.test_gradients_output import TOKENS
 
 
 def test_the_host_is_left_as_it_was_and_may_be_frozen(model):

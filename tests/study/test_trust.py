@@ -6,7 +6,7 @@ import pytest
 
 import swd_lens as swd
 from swd_lens.report.page import render_report
-from swd_lens.study.trust import COLUMNS, look_at_trust, trusted, verdict_of
+from swd_lens.study.trust import COLUMNS, PROMPTS, _of_common_lengths, look_at_trust, trusted, verdict_of
 
 SITE = "blocks.3.mlp_out"
 
@@ -29,7 +29,8 @@ def test_a_circuit_is_held_against_what_each_measure_says_alone(default_model, t
     circuit = run.comparisons[SITE][task.name].curves[replacement.method].circuit_at()
     values = trusted(default_model, replacement.factors, task, circuit, n=4, steps=2)
     assert tuple(values) == COLUMNS
-    worst = swd.attack(default_model, replacement.factors, task, circuit, n=4, steps=2, starts=2, max_prompts=64)
+    common = replace(task, validation=_of_common_lengths(task.validation, PROMPTS))
+    worst = swd.attack(default_model, replacement.factors, common, circuit, n=4, steps=2, starts=1, max_prompts=PROMPTS)
     null = swd.circuit_null(default_model, replacement.factors, task, circuit.scores, circuit=circuit, n=4)
     transfer = swd.dense_transfer(default_model, replacement.factors, task, circuit)
     assert (values["recovered"], values["at the worst"], values["attack p"]) == (worst.own, worst.recovered, worst.p)
