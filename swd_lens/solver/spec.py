@@ -222,7 +222,8 @@ class AnnealSpec(ShrinkingSpec):
     square_share: float | int | str = setting(AUTO, above=0, at_most=1)
 
     # How far ADMM over-relaxes the factor between units and the coordinates that they start as; where this is above 1 the other
-    # is damped by half as much, and takes one step. "auto": RELAXATION where `basis` names the long side and no share is given.
+    # is damped by half as much, and takes one step. "auto": RELAXATION where `basis` names the long side, no share is
+    # given, and the matrix is large enough for float32.
     relaxation: float | int | str = setting(AUTO, at_least=1, below=2)
 
     # The share of its budget that a factor is without at first; it has all of it after GROWN of the alternations. The factor of
@@ -262,7 +263,7 @@ class AnnealSpec(ShrinkingSpec):
         standard = self.basis == "paper" and self.square_share == AUTO and units == min(d_in, d_out)
         # The named side is the long one, whose coordinates the units are to keep.
         long_side = self.basis != "paper" and self.square_share == AUTO and units > min(d_in, d_out)
-        relaxed = long_side and self.relaxation == AUTO
+        relaxed = long_side and self.relaxation == AUTO and precision == "float32"
         automatic = {
             "outer_iterations": automatic_alternations(precision, calibrated=calibrated, relaxed=relaxed),
             "relaxation": RELAXATION if relaxed else 1.0,
