@@ -8,8 +8,8 @@ Generators keep jaxtyping's wrapper, since beartype alone checks their arguments
 
 Checking all annotations on all calls takes half of the suite's time. So a function is checked if it takes or gives an array:
 shapes and dtypes are what pyright, which has read all the others, cannot see. Of its calls within one test the first `CALLS`
-are checked: the thousands that a loop makes after them say the same. With SWD_LENS_TYPES=all, as .ci/run has it, every function
-is checked, and many more of its calls.
+are checked: the thousands that a loop makes after them say the same. With SWD_LENS_TYPES=all, as .ci/run has it, everything is
+checked on every call.
 """
 
 import builtins
@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import os
 import sys
 import typing
@@ -28,7 +29,7 @@ import torch
 from beartype import BeartypeConf, beartype
 
 EVERYTHING = os.environ.get("SWD_LENS_TYPES") == "all"
-CALLS = 50 if EVERYTHING else 4
+CALLS = math.inf if EVERYTHING else 4
 _jaxtyped = jaxtyping.jaxtyped
 # The tower: an int is a float, as it is for pyright.
 _checking = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError, is_pep484_tower=True))

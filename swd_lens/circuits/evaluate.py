@@ -272,24 +272,24 @@ def _on_validation(
     beside them."""
     margins = judged.margins
     # Whether they carry the task is said of the test prompts; here any positive difference can be a denominator.
-    enough = Carried(float((margins.full - margins.empty).mean()), 0.0, 0.0)
-    rows = measured(margins, enough, task.validation.task, warn=False)
+    on_validation = Carried(float((margins.full - margins.empty).mean()), 0.0, 0.0)
+    rows = measured(margins, on_validation, task.validation.task, warn=False)
     rows = pd.concat([prefixes.costs, rows[_CHOICE]], axis=1)
     if not random_sets:
         return rows
     runner = runner_of(keep=True)
     generator = torch.Generator().manual_seed(seed)
     places = {site: ranks - 1 for site, ranks in prefixes.ranks.items()}
-    best, drawn = [float("nan")] * len(rows), [0] * len(rows)
+    percentiles, n_run = [float("nan")] * len(rows), [0] * len(rows)
     for i, (n_edges, drop) in enumerate(zip(rows["edges"], rows["drop"], strict=True)):
         # Of units that do not carry the task no prefix is admissible, whatever random sets do.
-        if n_edges and enough.enough and carried:
+        if n_edges and carried and on_validation.enough:
             sets = torch.stack([random_set(prefixes.ranked, n_edges, generator) for _ in range(random_sets)])
             masks = {site: sets[:, at] for site, at in places.items()}
-            best[i], drawn[i] = _random_drop(runner, masks, float(judged.full.q), float(drop))
-            if drop > best[i]:
+            percentiles[i], n_run[i] = _random_drop(runner, masks, float(judged.full.q), float(drop))
+            if drop > percentiles[i]:
                 break
-    return rows.assign(**{"random drop": best, "random sets": drawn})
+    return rows.assign(**{"random drop": percentiles, "random sets": n_run})
 
 
 def _random_drop(runner: InterventionRunner, sets: Masks, full: float, drop: float) -> tuple[float, int]:
@@ -302,11 +302,11 @@ def _random_drop(runner: InterventionRunner, sets: Masks, full: float, drop: flo
     drops, done, percentile = torch.full((n,), -math.inf, dtype=torch.float64), 0, -math.inf
     place = _BEST_RANDOM * (n - 1)
     while done < n and percentile < drop:
-        some = slice(done, n if done else _FIRST_ROUND)
-        of_round = {site: of_site[some] for site, of_site in sets.items()}
-        ablated, _ = runner.run(len(drops[some]), lambda rows, of=of_round: {site: mask[rows] for site, mask in of.items()})
-        drops[some] = full - ablated.q
-        done += ablated.margins.shape[0]
+        end = n if done else min(_FIRST_ROUND, n)
+        of_round = {site: of_site[done:end] for site, of_site in sets.items()}
+        ablated, _ = runner.run(end - done, lambda rows, of=of_round: {site: mask[rows] for site, mask in of.items()})
+        drops[done:end] = full - ablated.q
+        done = end
         # As `torch.quantile` has it; sets that were not run count as the lowest.
         below, above = drops.sort().values[[math.floor(place), math.ceil(place)]]
         percentile = float(below if math.isinf(below) else torch.lerp(below, above, place % 1))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base.errors import legible
@@ -60,16 +60,19 @@ class UnitScores(Record):
 
     def ranking(self) -> list[tuple[str, int]]:
         """All units, best (highest score) first; equal scores in the order of sites, then units."""
-        flat = torch.cat([s.cpu() for s in self.scores.values()])
         names = [(site, unit) for site, s in self.scores.items() for unit in range(len(s))]
-        return [names[i] for i in torch.sort(flat, descending=True, stable=True).indices.tolist()]
+        return [names[i] for i in self._order().tolist()]
 
     def ranks(self) -> dict[str, Tensor]:
         """site -> (unit,) rank of each unit among all of them, 1 the best."""
-        order = torch.cat([s.cpu() for s in self.scores.values()]).sort(descending=True, stable=True).indices
+        order = self._order()
         ranks = torch.empty_like(order)
         ranks[order] = torch.arange(1, len(order) + 1)
         return dict(zip(self.scores, ranks.split([len(s) for s in self.scores.values()]), strict=True))
+
+    def _order(self) -> Int[Tensor, " unit"]:
+        """Places of all units, site after site, the best first."""
+        return torch.cat([s.cpu() for s in self.scores.values()]).sort(descending=True, stable=True).indices
 
     def top(self, n: int = 10) -> pd.DataFrame:
         """The n best units: name, head and share (where a site has heads), score, mean activation (at the scoring position, where

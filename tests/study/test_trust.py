@@ -7,6 +7,7 @@ import pytest
 import swd_lens as swd
 from swd_lens.report.page import render_report
 from swd_lens.study.trust import COLUMNS, PROMPTS, _of_common_lengths, look_at_trust, trusted, verdict_of
+from tests.micro import split_of
 
 SITE = "blocks.3.mlp_out"
 
@@ -58,6 +59,12 @@ def test_the_report_shows_it_and_keeps_it(run, section, tmp_path):
     assert "How far to trust this" in page and "error term kept" in page
     shown.save(tmp_path)
     assert swd.Run.load(tmp_path).extras == [section]
+
+
+def test_the_adversary_gets_prompts_of_the_commonest_lengths():
+    split = split_of([[1], [1, 2], [1, 2, 3], [2, 3], [3, 4], [2, 3, 4]], [[1]] * 6, [[2]] * 6, 20)
+    assert [len(tokens) for tokens in _of_common_lengths(split, 4).tokens] == [2, 3, 2, 2]
+    assert len(_of_common_lengths(split, 9)) == 6
 
 
 def test_the_verdict_counts():

@@ -189,17 +189,19 @@ class HookedTransformerHost(HookedRuns, Host):
         return site.kind in getattr(self._module(site), "unit_projections", ())
 
     def fuse_attention(self, register: Register) -> bool:
-        attentions = [block.attn for block in self.model.blocks if fused.can_fuse(block.attn)]
-        for attn in attentions:
-            fused.cover(attn, register)
-        if attentions:
+        covered = self._cover_attention(register, whole=True)
+        if covered:
             fused.cover_unembedding(self.model.unembed, register)
-        return bool(attentions)
+        return covered
 
     def share_prefix(self, register: Register) -> bool:
+        return self._cover_attention(register, whole=False)
+
+    def _cover_attention(self, register: Register, whole: bool) -> bool:
+        """Cover the layers whose attention can be computed fused; False where none can."""
         attentions = [block.attn for block in self.model.blocks if fused.can_fuse(block.attn)]
         for attn in attentions:
-            fused.cover(attn, register, whole=False)
+            fused.cover(attn, register, whole)
         return bool(attentions)
 
     def guard(self, reason: str, register: Register) -> None:

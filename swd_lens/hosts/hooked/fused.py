@@ -121,7 +121,7 @@ def cover_unembedding(unembed: Any, register: Callable[[Any], object]) -> None:
         shadow_methods(unembed, {"forward": lambda: _Unembedding(unembed)}, register)
 
 
-def cover(attn: Any, register: Callable[[Any], object], whole: bool = True) -> None:
+def cover(attn: Any, register: Callable[[Any], object], whole: bool) -> None:
     """Have the module compute its attention fused until the undo, or only that of rows with a shared prefix."""
     fused = Fused(attn, whole)
     names = {"apply_rotary": fused.rotary, "calculate_attention_scores": fused.scores}
