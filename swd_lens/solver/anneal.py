@@ -116,12 +116,12 @@ def factorize(
         spec = replace(spec, rho_end=automatic_rho_end(sparsity, least_share, shrinkage, calibrated=calibrated))
     read, write = start(target, units, budget, spec)
     first = start_from_product(read, write, target, metric, spec)
-    patient = spec.patient() if is_product(target, spec) else spec
+    patient = spec.patient() if is_product(target, spec) else [spec]
     again = 0 if first is None or first == spec.alternations else spec.restarts
-    tries = [patient.changed({"rho_start": spec.rho_start * 2.0**n}) for n in range(1, again + 1)]
-    tries += [spec] * (patient != spec)
+    tries = [patient[0].changed({"rho_start": spec.rho_start * 2.0**n}) for n in range(1, again + 1)]
+    tries += [*patient[1:], *([spec] if patient[0] != spec else [])]
     solutions = [solved(read.copy(), write.copy(), target, metric, each, None, first or 0) for each in tries]
-    solutions.append(solved(read, write, target, metric, patient, on_iteration, first or 0))
+    solutions.append(solved(read, write, target, metric, patient[0], on_iteration, first or 0))
     a, b = solutions[0] if not tries else min(solutions, key=lambda factors: metric.error(target, *factors))
     return metric.undo(a), b * scale
 

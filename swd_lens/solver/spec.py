@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from swd_lens.base.errors import SpecError, quoted
 from swd_lens.base.settings import AUTO, AnySettings, Bounds, Settings, nearest, setting
 from swd_lens.solver.automatic import (
+    BALANCES,
     DOUBLE_UP_TO,
     GRAM_AT_FIRST,
     GRAM_FROM,
@@ -273,11 +274,13 @@ class AnnealSpec(ShrinkingSpec):
         }
         return self.changed({name: value for name, value in automatic.items() if getattr(self, name) == AUTO})
 
-    def patient(self) -> "AnnealSpec":
-        """These settings with at least PATIENCE, for a small matrix that is a product of sparse factors (`is_product`); budgets
-        that were given stay."""
-        given = () if self.square_share == AUTO else ("balance",)
-        return self.changed({name: max(getattr(self, name), least) for name, least in PATIENCE.items() if name not in given})
+    def patient(self) -> list["AnnealSpec"]:
+        """These settings with at least PATIENCE, for a small matrix that is a product of sparse factors (`is_product`): one for
+        each of BALANCES, or with the budgets that were given."""
+        patient = self.changed({name: max(getattr(self, name), least) for name, least in PATIENCE.items()})
+        if self.square_share != AUTO:
+            return [patient]
+        return [patient.changed({"balance": max(self.balance, balance)}) for balance in BALANCES]
 
     @property
     def alternations(self) -> int:

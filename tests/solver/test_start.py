@@ -87,5 +87,5 @@ def test_a_product_is_solved_with_patience_and_comes_no_less_near():
     patient, plain = (solve(drawn.weight, **how, start=start) for start in ("auto", "coordinates"))
     assert patient.relative_frobenius(drawn.weight) < 0.9 * plain.relative_frobenius(drawn.weight)
     # A share that is given is kept.
-    given = AnnealSpec(square_share=0.3).for_matrix(40, 24, 16, calibrated=False).patient()
-    assert given.balance == 0.0 and given.rotations > 0 and AnnealSpec(rotations=1600, balance=0.0).patient().rotations == 1600
+    [given] = AnnealSpec(square_share=0.3).for_matrix(40, 24, 16, calibrated=False).patient()
+    assert given.balance == 0.0 and given.rotations > 0 and AnnealSpec(rotations=1600, balance=0.0).patient()[0].rotations == 1600
