@@ -1,21 +1,17 @@
 """circuit --best: the cheapest faithful circuit of each task, in place of a study of given methods and sparsities."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from swd_lens.base import __version__
 from swd_lens.base.checks import require_names
 from swd_lens.base.writer import writing
 from swd_lens.cli.options import OutputOptions, say, say_memory_needed
-from swd_lens.factorization.checkpoint import host_fingerprint, tokens_fingerprint
 from swd_lens.factorization.estimate import estimate
 from swd_lens.report.terminal import table
-from swd_lens.study.best import FILE, OUTPUTS, BestCircuit, best_circuit
-from swd_lens.study.resume import task_fingerprint
+from swd_lens.study.best import OUTPUTS, BestCircuit, best_circuit
 from swd_lens.tasks import Task
 
 
@@ -30,7 +26,7 @@ def best_circuits(
     overwrite: bool,
     printed: OutputOptions,
 ) -> None:
-    """Find, save and print the best circuit of each task; one that an earlier call found for the same question is taken over.
+    """Find, save and print the best circuit of each task; a search that an earlier call began or finished goes on there.
 
     Args:
         sites: "auto", or patterns.
@@ -39,25 +35,16 @@ def best_circuits(
 
     Raises:
         ValueError: two tasks of the same name, or one whose folder would be a file of ours.
+        ResumeError: a task's folder holds another search.
     """
     require_names("task", [task.name for task in tasks])
     say_memory_needed({"best circuit": estimate(model, OUTPUTS if sites == "auto" else sites, tokens=texts[0]).peak_bytes})
     by_task: dict[str, BestCircuit] = {}
     with writing(out, "circuit"):
         for task in tasks:
-            question = {"swd_lens": __version__, "host": host_fingerprint(model, model.cfg), "sites": sites, **how}
-            question |= {"task": task_fingerprint(task), "text": [tokens_fingerprint(rows) for rows in texts]}
-            folder = out / task.name
-            if not overwrite and (folder / FILE).is_file():
-                held = BestCircuit.load(folder)
-                if held.settings.get("question") == question:
-                    say(f"{task.name}: taken over from {folder}")
-                    by_task[task.name] = held
-                    continue
             say(f"the best circuit of {task.name}, in about {how['minutes']:g} minutes")
-            best = best_circuit(model, task, sites, tokens=texts[0], heldout_tokens=texts[1], **how)
-            by_task[task.name] = replace(best, settings={**best.settings, "question": question})
-            by_task[task.name].save(folder)
+            options = {**how, "out": out / task.name, "overwrite": overwrite}
+            by_task[task.name] = best_circuit(model, task, sites, tokens=texts[0], heldout_tokens=texts[1], **options)
     shown: list[Any] = []
     for best in by_task.values():
         shown += [table(f"{best.title()}: what was tried", _narrow(best.table())), best.in_words(), ""]

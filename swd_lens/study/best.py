@@ -9,11 +9,14 @@
    half goes on, to more prompts. An exact candidate stays.
 4. The winner's circuit is refined by exchanges on training prompts until it holds on validation prompts (refine.py), and judged
    on test prompts, which nothing before has seen, beside random circuits of as many edges.
+5. With a folder, each candidate and each measurement of a round is a finished step there (base/step_cache.py): the same call goes
+   on behind the last one, its clock where it stood. With more `minutes` it looks further.
 """
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,14 +24,16 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
+from swd_lens.base import __version__
 from swd_lens.base.errors import legible, quoted
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.progress import duration, tqdm
 from swd_lens.base.record import SavedRecord
+from swd_lens.base.step_cache import Key, StepCache
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import writing
 from swd_lens.circuits import Circuit, CostCurve, UnitScores, attribute, evaluate
-from swd_lens.circuits.dense_cache import DenseCache
+from swd_lens.circuits.dense_cache import DenseCache, kept_scores
 from swd_lens.circuits.evaluate import evaluate_circuits, prefix_grid
 from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.circuits.measure import RECOVERED, Threshold, surface_name
@@ -36,10 +41,12 @@ from swd_lens.circuits.null import CircuitNull, circuit_null, has_others
 from swd_lens.circuits.refine import refine
 from swd_lens.circuits.screen import screen
 from swd_lens.factorization.calibration_text import CalibrationText
+from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.factorize import factorize
 from swd_lens.factorization.goal import FROM_NEURONS, STEPS, SWD, divided, next_sparsity, paths_of
 from swd_lens.hosts import find_sites
 from swd_lens.solver import DEFAULT_PRESET
+from swd_lens.study.resume import task_fingerprint
 from swd_lens.tasks.split import TaskSplit
 from swd_lens.tasks.streams import TokenStream, split_rows
 from swd_lens.tasks.task import Task
@@ -54,7 +61,7 @@ SHARES = (0.25, 0.5, 1.0)  # of prompts, round by round
 FEWEST = 32  # prompts of a round, as far as there are so many
 SMALL = 0.5  # of all edges: a larger circuit is none to speak of
 BY_HEAD = ExactControl("SVD by head, whitened", partial(svd, whitened=True, by_head=True), of_text=True)
-FILE = "best.json"
+FILE, CANDIDATES, REFINED = "best.json", "candidates", "refined.safetensors"
 _BEST = "the best"  # outcome of the winner
 JUDGED = 4_096  # held-out tokens on which candidates are measured; the winner is on all
 _BETWEEN = 8  # lengths tried between two of the grid's
@@ -184,6 +191,8 @@ def best_circuit(
     recovered: float = RECOVERED,
     minutes: float = 10.0,
     seed: int = 0,
+    out: str | Path | None = None,
+    overwrite: bool = False,
     progress: bool = True,
 ) -> BestCircuit:
     """Find the circuit of the fewest edges that does a task in a replacement which leaves the model what it is (ours).
@@ -209,6 +218,9 @@ def best_circuit(
             in the next fifth, the cheapest so far is refined in another, and judged. Where time is short, what is found depends
             on the machine.
         seed: of the random circuits beside it.
+        out: a folder for what `BestCircuit.save` writes, and for candidates and measurements as they are finished. The same call
+            goes on there after an interruption; time that it took before counts.
+        overwrite: start again, in place of what `out` holds.
         progress: say what is tried, in a bar.
 
     Raises:
@@ -216,29 +228,44 @@ def best_circuit(
             not above 0.
         UnknownSiteError, UnsupportedHostError, AttachError: see `swd_lens.factorize`.
         TokenError, TaskError: no text, text or prompts of another host, or a single row without held-out text.
+        ResumeError: `out` holds the search of another host, task, text or goal; every difference is named.
+        OSError: `out` cannot be written (a FolderInUseError: another call writes it).
     """
     for name, value in (("kl", kl), ("minutes", minutes)):
         if not value > 0:
             raise ValueError(f"{legible(name)}={quoted(value)}: give a number above 0")
     began = time.monotonic()
-    # 1. Where: the sites that were named, or the output that the task needs most.
-    auto = isinstance(sites, str) and sites == "auto"
-    names = _needed(model, task, progress) if auto else [site.name for site in find_sites(model, sites)]
     calibration, heldout = divided(model, tokens, heldout_tokens)
-    n_few = max(1, JUDGED // heldout.row_length)
-    few = split_rows(heldout, n_few)[0] if n_few < heldout.n_rows else heldout
-    search = _Search(model, task, names, calibration, few, kl, Threshold("recovered", recovered), minutes, began)
-    paths = paths_of(find_sites(model, names), DEFAULT_PRESET, None, {})
-    said = f"best circuit at {surface_name(names)}, about {duration(60 * minutes)}"
-    total = 1 + len(paths) + len(SHARES)
-    with tqdm(total=total, desc=said, unit="step", disable=not progress, leave=False) as search.bar:
-        # 2. Candidates: exact ones, and the sparsest of each path that keeps the goal.
-        candidates = [*search.exact(), *search.ends(paths)]
-        # 3. Rounds, in which the cheaper half goes on to more prompts.
-        winner = search.cheapest(candidates)
-    # 4. The winner's circuit on test prompts, and its replacement on all of the held-out text.
-    settings = {"kl": kl, "recovered": recovered, "minutes": minutes, "seed": seed, "sites": names}
-    return search.judged(winner, heldout, settings, seed, progress)
+    asked = {"swd_lens": __version__, "host_sha256": host_fingerprint(model, model.cfg), "task": task_fingerprint(task)}
+    asked |= {"tokens_sha256": calibration.fingerprint(), "heldout_sha256": heldout.fingerprint()}
+    asked |= {"sites": sites if isinstance(sites, str) else [s.name for s in find_sites(model, sites)]}
+    asked |= {"kl": kl, "recovered": recovered, "seed": seed}
+    folder = None if out is None else Path(out)
+    with nullcontext() if folder is None else writing(folder, "best_circuit"):
+        steps = StepCache(folder, asked, overwrite=overwrite)
+        if folder is not None and not overwrite and (folder / FILE).is_file():
+            finished = BestCircuit.load(folder)
+            if finished.settings["minutes"] == minutes:
+                return finished
+        n_few = max(1, JUDGED // heldout.row_length)
+        few = split_rows(heldout, n_few)[0] if n_few < heldout.n_rows else heldout
+        search = _Search(model, task, calibration, few, kl, Threshold("recovered", recovered), minutes, began, steps)
+        # 1. Where: the sites that were named, or the output that the task needs most.
+        names = search.sites = search.where(sites, progress)
+        paths = paths_of(find_sites(model, names), DEFAULT_PRESET, None, {})
+        said = f"best circuit at {surface_name(names)}, about {duration(60 * minutes)}"
+        total = 1 + len(paths) + len(SHARES)
+        with tqdm(total=total, desc=said, unit="step", disable=not progress, leave=False) as search.bar:
+            # 2. Candidates: exact ones, and the sparsest of each path that keeps the goal.
+            candidates = [*search.exact(), *search.ends(paths)]
+            # 3. Rounds, in which the cheaper half goes on to more prompts.
+            winner = search.cheapest(candidates)
+        # 4. The winner's circuit on test prompts, and its replacement on all of the held-out text.
+        settings = {"kl": kl, "recovered": recovered, "minutes": minutes, "seed": seed, "sites": names}
+        found = search.judged(winner, heldout, settings, seed, progress)
+        if folder is not None:
+            found.save(folder)
+        return found
 
 
 def _needed(model: Any, task: Task, progress: bool) -> list[str]:
@@ -278,17 +305,59 @@ class _Search:
 
     model: Any
     task: Task
-    sites: Sequence[str]
     text: CalibrationText
     heldout: TokenStream
     goal: float
     threshold: Threshold
     minutes: float
     began: float
+    steps: StepCache
+    sites: Sequence[str] = ()
     dense: DenseCache = field(default_factory=DenseCache)
     candidates: list[_Candidate] = field(default_factory=list)
     not_tried: list[str] = field(default_factory=list)
     bar: Any = None
+
+    # ------------------------------------------------------------------ steps
+
+    def _step(self, key: Key, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Take a step's values; one that was finished by an earlier call puts the clock where it stood then."""
+
+        def timed() -> dict[str, Any]:
+            return {**make(), "elapsed": time.monotonic() - self.began}
+
+        values = self.steps.values(key, timed, dict)
+        self.began = min(self.began, time.monotonic() - values["elapsed"])
+        return values
+
+    def where(self, sites: Any, progress: bool) -> list[str]:
+        """Names of the sites that were named, or of the output that the task needs most."""
+
+        def names() -> dict[str, Any]:
+            auto = isinstance(sites, str) and sites == "auto"
+            found = _needed(self.model, self.task, progress) if auto else [s.name for s in find_sites(self.model, sites)]
+            return {"sites": found}
+
+        return list(self._step(("sites",), names)["sites"])
+
+    def _candidate(self, method: str, path: str | None, make: Callable[[], FactorSet]) -> _Candidate:
+        """Make a candidate, or take it from the folder; of one that is not exact, its fidelity is measured."""
+        folder = None if self.steps.folder is None else self.steps.folder.parent / CANDIDATES / method.replace(" ", "-")
+        made: list[FactorSet] = []
+
+        def work() -> dict[str, Any]:
+            began = time.monotonic()
+            made.append(make())
+            measured = None if path is None else fidelity(self.model, made[0], self.heldout, dense=self.dense)
+            if folder is not None:
+                made[0].save(folder)
+            return {"fidelity": None if measured is None else measured.as_dict(), "seconds": time.monotonic() - began}
+
+        values = self._step(("candidate", method), work)
+        factors = made[0] if folder is None else FactorSet.load(folder)
+        measured = None if values["fidelity"] is None else Fidelity.from_dict(values["fidelity"])
+        self.candidates.append(_Candidate(method, factors, values["seconds"], measured, path))
+        return self.candidates[-1]
 
     # ------------------------------------------------------------------ candidates
 
@@ -298,10 +367,9 @@ class _Search:
         if have_heads(self.model, find_sites(self.model, list(self.sites))):
             controls.append(BY_HEAD)
         for control in controls:
-            began = time.monotonic()
             self.bar.set_postfix_str(f"{control.title}, exact units")  # some of them run the text through the host
-            made = control.make(self.model, self.sites, **({"tokens": self.text} if control.of_text else {}))
-            self.candidates.append(_Candidate(control.title, made, time.monotonic() - began, None, None))
+            of_text = {"tokens": self.text} if control.of_text else {}
+            self._candidate(control.title, None, partial(control.make, self.model, self.sites, **of_text))
         self.bar.update()
         return list(self.candidates)
 
@@ -337,18 +405,16 @@ class _Search:
 
     def _made(self, path: str, sparsity: float, options: Mapping[str, Any]) -> _Candidate | None:
         """Make a candidate, with its fidelity on the held-out text; None where there is no time for it."""
-        began, method = time.monotonic(), f"{path} s={sparsity:g}"
+        method = f"{path} s={sparsity:g}"
         last = {each.path: each.seconds for each in self.candidates if each.path is not None}
         forecast = last.get(path, _FROM_NEURONS * last.get(SWD, 0.0) if path == FROM_NEURONS else 0.0)
-        if began + forecast > self.began + _MAKE * 60 * self.minutes:
+        late = time.monotonic() + forecast > self.began + _MAKE * 60 * self.minutes
+        if late and ("candidate", method) not in self.steps:
             self.not_tried.append(method)
             return None
         self.bar.set_postfix_str(method)
-        factors = factorize(self.model, self.sites, sparsity=sparsity, tokens=self.text, progress=False, **options)
-        measured = fidelity(self.model, factors, self.heldout, dense=self.dense)
-        candidate = _Candidate(method, factors, time.monotonic() - began, measured, path)
-        self.candidates.append(candidate)
-        return candidate
+        how = {"sparsity": sparsity, "tokens": self.text, "progress": False, **options}
+        return self._candidate(method, path, partial(factorize, self.model, self.sites, **how))
 
     # ------------------------------------------------------------------ rounds
 
@@ -377,13 +443,19 @@ class _Search:
         """Find the cheapest prefix on a share of the prompts."""
         candidate.of = share
         train, validation = (_part(split, share) for split in (self.task.train, self.task.validation))
-        candidate.scores = attribute(self.model, candidate.factors, train, dense=self.dense)
-        # Find the prefix of the fewest edges that reaches the threshold on these prompts, the grid refined once around it.
-        assert candidate.scores is not None
-        look = partial(evaluate, self.model, candidate.factors, validation, candidate.scores, random_sets=0, dense=self.dense)
-        row = look().row_of(self.threshold, "edges")
-        lengths = [] if row is None else _between(int(row["units"]), candidate.scores.n_units)
-        candidate.row = look(grid=lengths).row_of(self.threshold, "edges") if lengths else row
+        key = (candidate.method, f"{share:g}")
+        score = partial(attribute, self.model, candidate.factors, train, dense=self.dense)
+        candidate.scores = scores = kept_scores(self.steps, ("scores", *key), score, candidate.factors)
+
+        def cheapest() -> dict[str, Any]:
+            # The prefix of the fewest edges that reaches the threshold on these prompts, the grid refined once around it.
+            look = partial(evaluate, self.model, candidate.factors, validation, scores, random_sets=0, dense=self.dense)
+            row = look().row_of(self.threshold, "edges")
+            lengths = [] if row is None else _between(int(row["units"]), scores.n_units)
+            row = look(grid=lengths).row_of(self.threshold, "edges") if lengths else row
+            return {"row": None if row is None else {name: int(row[name]) for name in ("units", "edges")}}
+
+        candidate.row = self._step(("prefix", *key), cheapest)["row"]
 
     def _better(self, candidates: list[_Candidate], share: float) -> list[_Candidate]:
         """Take the cheaper half (in the end the cheapest), and an exact one."""
@@ -414,13 +486,7 @@ class _Search:
             how: dict[str, Any] = {"grid": grid, "seed": seed, "random_sets": 0, "dense": self.dense}
             curve = evaluate(model, factors, self.task, scores, **how)
             bar.update()
-            left = max(0.0, self.began + _REFINE * 60 * self.minutes - time.monotonic())
-            how = {"recovered": self.threshold.value, "seconds": left, "progress": progress}
-            if left > 0:
-                circuit = refine(model, factors, self.task, scores, **how).refined
-            else:
-                circuit = Circuit.of(UnitSet.of(model, factors), scores, scores.ranking()[:length], kind="prefix")
-                self.not_tried.append("refining")
+            circuit = self._refined(winner, length, progress)
             bar.update()
             bar.set_postfix_str("random circuits")
             beside: dict[str, Any] = {"circuit": circuit, "seed": seed, "dense": self.dense}
@@ -443,6 +509,29 @@ class _Search:
             replace(circuit, provenance={**circuit.provenance, "chosen_by": "best_circuit", "method": winner.method}),
             factors,
         )
+
+    def _refined(self, winner: _Candidate, length: int, progress: bool) -> Circuit:
+        """Refine the winner's prefix of this length; where no time is left, it is the circuit."""
+        scores = winner.scores
+        assert scores is not None
+        key = ("refined", winner.method, str(length), f"{self.minutes:g} minutes")
+        file = None if self.steps.folder is None else self.steps.folder.parent / REFINED
+        left = self.began + _REFINE * 60 * self.minutes - time.monotonic()
+        if left <= 0 and key not in self.steps:
+            self.not_tried.append("refining")
+            units = UnitSet.of(self.model, winner.factors)
+            return Circuit.of(units, scores, scores.ranking()[:length], kind="prefix")
+        found: list[Circuit] = []
+
+        def work() -> dict[str, Any]:
+            how = {"recovered": self.threshold.value, "seconds": left, "progress": progress}
+            found.append(refine(self.model, winner.factors, self.task, scores, **how).refined)
+            if file is not None:
+                found[0].save(file)
+            return {}
+
+        self._step(key, work)
+        return found[0] if file is None else Circuit.load(file)
 
     def _row(self, candidate: _Candidate) -> dict[str, Any]:
         f, row = candidate.fidelity, candidate.row

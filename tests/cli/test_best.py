@@ -21,9 +21,11 @@ def test_circuit_best_finds_saves_and_takes_over(tmp_path, monkeypatch):
     def searched(*_, **__):
         raise AssertionError("it was there")
 
-    monkeypatch.setattr("swd_lens.cli.best.best_circuit", searched)
+    monkeypatch.setattr("swd_lens.study.best._Search", searched)
     again = run(*arguments)
-    assert again.exit_code == 0 and "taken over" in again.stderr and again.stdout == result.stdout
+    assert again.exit_code == 0 and again.stdout == result.stdout
+    refused = run(*arguments, "--kl", "0.01")
+    assert refused.exit_code == 1 and "kl 0.001 then, 0.01 now" in " ".join(refused.stderr.split())
     refused = run(*arguments, "--controls", "svd")
     assert refused.exit_code == 1 and "leave out --controls" in " ".join(refused.stderr.split())
     refused = run(*arguments, "--positions", "all", "--preset", "quick")

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 import swd_lens as swd
+from swd_lens.base.errors import ResumeError
+from swd_lens.circuits import attribute
 from swd_lens.circuits.evaluate import evaluate_circuits
 from swd_lens.circuits.measure import contents_of
 from swd_lens.study.best import BY_HEAD, FIRST, BestCircuit, _between, _part
 from swd_lens.tasks.streams import as_stream
+from swd_lens.units.factors import FactorSet
 
 EXACT = ["neurons", "SVD", "SVD whitened", BY_HEAD.title]
 SITE, TASK = "blocks.2.attn_o", "gendered_pronoun"
@@ -27,10 +30,12 @@ def task():
     return swd.load_task(TASK, model(), n_train=48, n_validation=40, n_test=40)
 
 
-@cache
-def best_at_site(**settings):
+def best_again(**settings):
     text = swd.text_tokens(4_096, split="train")
     return swd.best_circuit(model(), task(), SITE, tokens=text, progress=False, **settings)
+
+
+best_at_site = cache(best_again)
 
 
 def test_the_winner_keeps_the_goal_and_needs_the_fewest_edges():
@@ -120,6 +125,51 @@ def test_the_winner_is_measured_on_all_of_the_text(monkeypatch):
     assert best.fidelity.n_predictions == heldout.numel() - len(heldout)
     over = replace(best, fidelity=replace(best.fidelity, kl=2e-3))
     assert "over the goal" in over.in_words() and "over the goal" not in best.in_words()
+
+
+def _same(one, other):
+    """Whether two searches found the same circuit in the same way."""
+    assert one.circuit.units == other.circuit.units and one.in_words() == other.in_words()
+    pd.testing.assert_frame_equal(one.table().drop(columns="seconds"), other.table().drop(columns="seconds"))
+    pd.testing.assert_frame_equal(one.test, other.test)
+
+
+@pytest.mark.slow
+def test_an_interrupted_search_goes_on_where_it_was(tmp_path, monkeypatch):
+    """Nothing that was finished is made again, and the result is that of a call that was never interrupted."""
+    calls = []
+
+    def third(*arguments, **named):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return attribute(*arguments, **named)
+
+    how = {"minutes": 1e-9, "out": tmp_path / "best"}
+    with monkeypatch.context() as patch:
+        patch.setattr("swd_lens.study.best.attribute", third)
+        with pytest.raises(KeyboardInterrupt, match="best_circuit was interrupted"):
+            best_again(**how)
+    assert len(FactorSet.load(tmp_path / "best" / "candidates" / "SVD-whitened")) == 1
+    saved, save = [], FactorSet.save
+    with monkeypatch.context() as patch:
+        patch.setattr(FactorSet, "save", lambda self, folder: saved.append(folder.name) or save(self, folder))
+        patch.setattr("swd_lens.study.best.attribute", lambda *a, **n: calls.append(a) or attribute(*a, **n))
+        found = best_again(**how)
+    assert saved == ["factors"] and len(calls) > 3
+    _same(found, best_at_site(minutes=1e-9))
+    n = len(calls)
+    held = best_again(**how)
+    assert len(calls) == n and held.in_words() == found.in_words()
+    with pytest.raises(ResumeError, match=r"kl 0.001 then, 0.01 now"):
+        best_again(kl=0.01, **how)
+
+
+@pytest.mark.slow
+def test_with_more_time_it_looks_further(tmp_path):
+    short = best_again(minutes=1e-9, out=tmp_path)
+    assert short.settings["not tried"]
+    _same(best_again(minutes=10.0, out=tmp_path), best_at_site())
 
 
 @pytest.mark.slow
