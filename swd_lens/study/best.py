@@ -423,7 +423,11 @@ class _Search:
         enough."""
         for share in SHARES:
             if share > SHARES[0] and time.monotonic() > self.began + _CHOOSE * 60 * self.minutes:
-                share, alive = 1.0, [*alive[:1], *(c for c in alive[1:] if c.path is None)][:2]
+                last = [*alive[:1], *(c for c in alive[1:] if c.path is None)][:2]
+                for candidate in alive:
+                    if candidate not in last:
+                        candidate.outcome = f"more edges, {candidate.of:.0%} of prompts"
+                share, alive = 1.0, last
             for candidate in alive:
                 self.bar.set_postfix_str(f"{candidate.method}, one of {len(alive)}, on {share:.0%} of the prompts")
                 if candidate.row is None or share > candidate.of:

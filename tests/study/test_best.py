@@ -109,7 +109,7 @@ def test_without_time_the_table_says_what_was_not_tried():
         *(f"{m} s=0.5" for m in ("Neurons pruned", "SVD pruned", "SWD", "SWD from neurons")),
         "refining",
     ]
-    assert best.circuit.provenance["kind"] == "prefix"
+    assert best.circuit.provenance["kind"] == "prefix" and (best.table()["outcome"] != "").all()
 
 
 def test_what_the_text_leaves_out_counts_nowhere():
