@@ -53,6 +53,7 @@ class CalibrationText(TokenStream):
         self._first: dict[Any, tuple[float, Tensor]] = {}  # of Grams: first_share and first
         self._expected: dict[str, Site] = {}
         self._side_costs: dict[Any, dict[str, Any]] = {}
+        self.divisions: dict[Any, Any] = {}  # how this text was divided for goals (goal.py)
 
     def bound_to(self, model: Any) -> "CalibrationText":
         bound = copy.copy(self)

@@ -33,7 +33,7 @@ from swd_lens.factorization.basis import with_chosen_bases
 from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.checkpoint import Checkpoint, Shard, writing_checkpoint
 from swd_lens.factorization.estimate import Estimate, SiteEstimate, forecast
-from swd_lens.factorization.goal import Goal, GoalSearch, divided, paths_of, scaled, settings_of_search
+from swd_lens.factorization.goal import Goal, GoalSearch, divided, fitted_rows, paths_of, scaled, settings_of_search
 from swd_lens.factorization.gradients import require_loss
 from swd_lens.factorization.job import Job, SolveOptions
 from swd_lens.factorization.matrices import sparsity_of_each
@@ -92,8 +92,9 @@ def factorize(
             pruned weights and of SWD from two sides, or of the preset, units and options that you give; the factors whose effects
             on next tokens take the fewest edges are taken (goal.py; ours). With a mapping of sparsities all budgets are scaled
             alike, without one they are equal. It costs ten to twenty factorizations; `FactorSet.tried` shows them.
-        heldout_tokens: of a goal: (rows, pos) text on which it is measured; None: the last quarter of `tokens`' rows, which are
-            then no calibration. The more there is, the closer other text keeps the goal: 4,096 tokens know a KL to about ±15 %.
+        heldout_tokens: of a goal: (rows, pos) text on which it is measured; the more there is, the closer other text keeps the
+            goal: 4,096 tokens know a KL to about ±15 %. None: the last quarter of `tokens`' rows, which are then no calibration;
+            what is found is measured on the others, too, up to 16,384 tokens in all (goal.py).
         tokens: (rows, pos) calibration ids, or a `TokenStream` (as many as you like: memory does not grow with them);
             None = zero-data (G = I), with a warning, since it is easily forgotten.
         calibration: "sequential" takes each matrix's inputs from the host with all earlier ones replaced (method.md §5.2);
@@ -169,7 +170,9 @@ def factorize(
                 )
         require_detached(model, "factorize")
         texts = divided(model, tokens, heldout_tokens, exclude=exclude, attention_mask=attention_mask)
-        return _to_a_goal(model, sites, Goal(kl, ce), texts, sparsity, how, out, overwrite, progress)
+        # Where the text was divided, both parts are of one kind, and both say how far the end of a search moves the model.
+        wide = fitted_rows(*texts) if heldout_tokens is None else None
+        return _to_a_goal(model, sites, Goal(kl, ce), (*texts, wide), sparsity, how, out, overwrite, progress)
     if heldout_tokens is not None:
         raise TypeError(
             "heldout_tokens= is for a goal; give kl= or ce=, or measure with swd.fidelity(model, factors, heldout_tokens)"
@@ -208,15 +211,16 @@ def _to_a_goal(
     model: Any,
     sites: Pattern,
     goal: Goal,
-    texts: tuple[CalibrationText, TokenStream],
+    texts: tuple[CalibrationText, TokenStream, TokenStream | None],
     sparsities: Any,
     how: SolveOptions,
     out: str | Path | None,
     overwrite: bool,
     progress: bool,
 ) -> FactorSet:
-    """Search for factors that keep a goal (goal.py); `texts` are to be fitted and judged on."""
-    fitted, heldout = texts
+    """Search for factors that keep a goal (goal.py); `texts` are to be fitted and judged on, and the fitted rows that ends are
+    measured on, too."""
+    fitted, heldout, wide = texts
     require_loss(model, heldout)
     found = find_sites(model, sites)
     paths = paths_of(found, how.preset, how.units, how.solver)
@@ -229,9 +233,11 @@ def _to_a_goal(
 
     bits = {name: getattr(how, name) for name in ("calibration", "batch_size", "gram_dtype", "weigh_outputs")}
     bits |= {} if given is None else {"sparsity": given}
-    plan = settings_of_search(model, found, goal, texts, paths, bits)
+    plan = settings_of_search(model, found, goal, texts[:2], paths, bits) | {
+        "fitted rows, too": 0 if wide is None else wide.n_rows
+    }
     folder = None if out is None else Path(out)
-    search = GoalSearch(model, goal, paths, fitted, heldout, make, folder, plan)
+    search = GoalSearch(model, goal, paths, fitted, heldout, make, wide, folder, plan)
     with search.held(overwrite):
         return search.saved(*search.run(progress))
 

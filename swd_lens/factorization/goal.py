@@ -7,6 +7,9 @@
 3. On a path the logarithm of the KL rises with the sparsity nearly in a straight line. Where it meets the goal is interpolated
    between what was measured (`next_sparsity`), in at most STEPS factorizations; the next path begins where the last one ended.
    Budgets of several matrices are equal, or keep the proportions of given ones (`scaled`; `allocate` makes some).
+   KL has a long tail: on the judged rows alone its standard error is up to a quarter of it. So the end of a path is measured on
+   fitted rows, too, WIDE tokens in all; their KL counts times how much larger the units' error is on the judged rows. The
+   path's other trials are then seen in that light, and where the end keeps the goal no more, or has room, the search goes on.
 4. Of the paths' ends the one is taken whose effects on next tokens of the calibration text take the fewest edges
    (circuits/concentration.py).
 5. The set's provenance["goal"] says what was tried (`FactorSet.tried`). With a folder every trial lies in it with what was
@@ -16,6 +19,7 @@
 import json
 import math
 import shutil
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,10 +47,13 @@ from swd_lens.units.index import INDEX
 HELD_OUT = 0.25  # of the rows, where no held-out text is given
 STEPS = 7  # factorizations of a path at most
 CLOSE, AIM = 0.9, 0.95  # shares of the goal: near enough to it, and what is aimed at
+LOOK, LOOKS = 0.75, 3  # the share near enough to look at more text; looks that add a factorization to STEPS
 SPARSEST, DENSEST, FINEST = 0.98, 0.02, 0.005  # sparsities, and the least step between two
 _SLOPE = 9.0  # of the logarithm of the KL over the sparsity, until two are measured (SmolLM2 and the embedded model: 6 to 15)
 _ROWS, _CONTEXT = 64, 24  # of the text whose next tokens are looked at
 _FARTHEST = 0.25  # that a first guess goes on from what was measured
+WIDE = 16_384  # tokens, judged and fitted ones together, that the end of a path is measured on
+_MOST = math.log(4.0)  # that more text shifts the logarithms of what the judged rows say, at most
 
 # The paths; "as given" is the caller's.
 PRUNED, SVD_PRUNED, SWD, FROM_NEURONS = "Neurons pruned", "SVD pruned", "SWD", "SWD from neurons"
@@ -95,13 +102,25 @@ def divided(
     if heldout is not None:
         fitted = stream if isinstance(stream, CalibrationText) else CalibrationText(stream, model)
         return fitted, text_for(model, heldout, exclude=exclude)
+    known = stream.divisions if isinstance(stream, CalibrationText) else {}
+    if stream.counting.key in known:
+        return known[stream.counting.key]
     n = math.ceil(HELD_OUT * stream.n_rows)
     if n == stream.n_rows:
         raise TokenError(
             "tokens has a single row, of which nothing is left to judge a goal on; give more rows, or heldout_tokens="
         )
     fitted, judged = split_rows(stream, stream.n_rows - n)
-    return CalibrationText(fitted, model), judged
+    known[stream.counting.key] = CalibrationText(fitted, model), judged
+    return known[stream.counting.key]
+
+
+def fitted_rows(fitted: CalibrationText, judged: TokenStream) -> TokenStream | None:
+    """The first fitted rows, so many that they are WIDE tokens with the judged ones; None where those are enough."""
+    n = math.ceil((WIDE - judged.n_tokens) / judged.row_length)
+    if n >= fitted.n_rows:
+        return fitted
+    return split_rows(fitted, n)[0] if n > 0 else None
 
 
 def paths_of(sites: Sequence[Site], preset: str, units: Any, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -128,19 +147,20 @@ def scaled(sites: Sequence[Site], given: Mapping[str, float], sparsity: float) -
     return {name: max(1 - factor * (1 - given[name]), DENSEST) for name in numel}
 
 
-def next_sparsity(points: Sequence[tuple[float, float]], start: float) -> float | None:
+def next_sparsity(points: Sequence[tuple[float, float]], start: float, close: float = CLOSE) -> float | None:
     """Where to look next for the largest sparsity that keeps the goal; None where it was found, or nothing is left to look at.
 
     Args:
         points: sparsities that were tried, and the logarithms of their excess over the goal (infinite: cannot be made).
         start: the first one to try.
+        close: the share of the goal that is near enough to it.
     """
     if not points:
         return start
     aim = math.log(AIM)
     kept = max((point for point in points if point[1] <= 0), default=None)
     lost = min((point for point in points if point[1] > 0 and (kept is None or point[0] > kept[0])), default=None)
-    if kept is not None and (kept[1] >= math.log(CLOSE) or kept[0] >= SPARSEST):
+    if kept is not None and (kept[1] >= math.log(close) or kept[0] >= SPARSEST):
         return None
     if kept is None and lost is not None and lost[0] <= DENSEST:
         return None
@@ -169,6 +189,7 @@ class GoalSearch:
     heldout: TokenStream
     # factors of a path's options at a sparsity, and, with a folder, the folder that they are written into
     make: Callable[[float, Mapping[str, Any], Path | None], FactorSet]
+    wide: TokenStream | None = None  # fitted rows that the end of a path is measured on, too
     folder: Path | None = None  # that trials lie in until the search is over
     asked: Mapping[str, Any] = field(default_factory=dict)  # what a search that goes on has to have been asked, as plain values
     trials: list[dict[str, Any]] = field(default_factory=list)  # a row for each factorization, in their order
@@ -211,18 +232,56 @@ class GoalSearch:
 
     def _end_of(self, path: str, start: float, bar: Any) -> tuple[dict[str, Any] | None, FactorSet | None]:
         """The sparsest trial of a path that keeps the goal, and its factors, if they were made now."""
-        points: list[tuple[float, float]] = []
+        rows: dict[float, dict[str, Any] | None] = {}
         end: dict[str, Any] | None = None
         made: FactorSet | None = None
-        while len(points) < STEPS and (s := next_sparsity(points, start)) is not None:
-            s = round(s, 4)
-            bar.set_postfix_str(f"{path} s={s:g}")
-            row, factors = self._trial(path, s)
-            points.append((s, math.inf if row is None else math.log(max(row["excess"], 1e-12))))
-            if row is not None and row["excess"] <= 1 and (end is None or s > end["s"]):
-                end, made = row, factors
-            bar.update()
-        return end, made
+        last: FactorSet | None = None
+        s, n, shift = None, 0, 0.0  # shift: of the logarithms of what the judged rows say, by the wider text
+        looked: set[float] = set()  # what was measured on it in this call
+
+        def log(s: float, row: dict[str, Any] | None) -> float:
+            if row is None:
+                return math.inf
+            return _log(row["excess"]) if s in looked else _log(row.get("excess judged", row["excess"])) + shift
+
+        while True:
+            points = [(s, log(s, row)) for s, row in rows.items()]
+            kept = max((point[0] for point in points if point[1] <= 0), default=None)
+            if kept is None or rows[kept] is not end:
+                end, made = (None, None) if kept is None else (rows[kept], last if kept == s else None)
+            close = CLOSE if looked or self.wide is None else LOOK
+            s = next_sparsity(points, start, close) if n < STEPS + min(len(looked), LOOKS) else None
+            if s is not None:
+                s, n = round(s, 4), n + 1
+                bar.set_postfix_str(f"{path} s={s:g}")
+                rows[s], last = self._trial(path, s)
+                bar.update()
+            elif end is None or self.wide is None or end["s"] in looked:
+                return end, made
+            else:  # by the judged rows nothing is left to look at: see whether more text says so, too
+                bar.set_postfix_str(f"{path} s={end['s']:g}, on more text")
+                if "excess judged" not in end:
+                    made = made or self.made(path, end["s"])
+                    self._measure_wide(end, made)
+                looked.add(end["s"])
+                shift = min(max(_log(end["excess"]) - _log(end["excess judged"]), -_MOST), _MOST)
+
+    def _measure_wide(self, row: dict[str, Any], factors: FactorSet) -> None:
+        """Measure the end of a path on fitted rows, too, and write what all rows say into its row."""
+        assert self.wide is not None
+        judged, fitted = (fidelity(self.model, factors, text, dense=self.dense, local=True) for text in (self.heldout, self.wide))
+        # Fitted rows flatter: by as much as the units' error there is smaller.
+        ratios = [judged.local_relmse[site] / error for site, error in fitted.local_relmse.items() if error > 0]
+        flattered = sum(ratios) / len(ratios) if ratios else 1.0
+        share = fitted.n_predictions / (judged.n_predictions + fitted.n_predictions)
+        ses = [(1 - share) * (_se(judged.kl_rows) or 0.0), share * flattered * (_se(fitted.kl_rows) or 0.0)]
+        row |= {f"{name} judged": row[name] for name in ("KL", "CE delta", "excess")}
+        row["KL"] = (1 - share) * judged.kl + share * flattered * fitted.kl
+        row["KL se"] = math.hypot(*ses)
+        row["CE delta"] = (1 - share) * judged.ce_delta + share * fitted.ce_delta
+        row["CE delta se"] = math.hypot((1 - share) * (judged.ce_delta_se or 0.0), share * (fitted.ce_delta_se or 0.0))
+        row["excess"] = self.goal.excess(row)
+        self._write()
 
     def _trial(self, path: str, s: float) -> tuple[dict[str, Any] | None, FactorSet | None]:
         """Make and measure factors of a path at a sparsity; None where they have too few edges to be made."""
@@ -236,11 +295,7 @@ class GoalSearch:
             self.refused = too_few_edges
             return None, None
         measured = fidelity(self.model, factors, self.heldout, dense=self.dense)
-        n, kl_se = len(measured.kl_rows), None
-        mean = sum(measured.kl_rows) / max(n, 1)
-        if n > 1:
-            kl_se = (sum((each - mean) ** 2 for each in measured.kl_rows) / (n - 1) / n) ** 0.5
-        row = {"method": path, "s": s, "edges": factors.edges, "KL": measured.kl, "KL se": kl_se}
+        row = {"method": path, "s": s, "edges": factors.edges, "KL": measured.kl, "KL se": _se(measured.kl_rows)}
         row |= {"CE delta": measured.ce_delta, "CE delta se": measured.ce_delta_se}
         row |= {"excess": self.goal.excess(row), "seconds": round(time.monotonic() - began, 2)}
         self.trials.append(row)
@@ -304,6 +359,16 @@ class GoalSearch:
             found.save(self.folder)
             shutil.rmtree(self.folder / _TRIALS, ignore_errors=True)
         return found
+
+
+def _log(excess: float) -> float:
+    """The logarithm of an excess over the goal."""
+    return math.log(max(excess, 1e-12))
+
+
+def _se(rows: Sequence[float]) -> float | None:
+    """Standard error of a mean over rows; None of a single one."""
+    return statistics.stdev(rows) / len(rows) ** 0.5 if len(rows) > 1 else None
 
 
 def settings_of_search(

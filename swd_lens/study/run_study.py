@@ -293,7 +293,7 @@ class _Study:
         interventions: positions and ablations, which are combined.
         solved: surface -> the methods that the solver makes there, SWD first.
         left_out: controls that cannot be made, each with the reason.
-        text: for calibration; None for zero-data. of_goal: its two parts, where factors are made for a goal.
+        text: for calibration; None for zero-data.
         places: (surface, method) -> the folder of its factors, inside `folder`.
     """
 
@@ -314,7 +314,6 @@ class _Study:
     solved: dict[str, dict[str, SolvedMethod]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     text: CalibrationText | None = None
-    of_goal: dict[str, Any] = field(default_factory=dict)
     places: dict[tuple[str, str], str] = field(default_factory=dict)
     parts: StepCache = field(default_factory=lambda: StepCache(None))
     dense: DenseCache = field(default_factory=DenseCache)
@@ -353,10 +352,10 @@ class _Study:
         if not sizes or tokens is None:
             return
         self.text = CalibrationText(tokens, self.solved_on)
-        if any(isinstance(size, Goal) for size in sizes):
-            self.of_goal["tokens"], self.of_goal["heldout_tokens"] = divided(self.solved_on, self.text, None)
+        of_goals = any(isinstance(size, Goal) for size in sizes)
+        texts = [self.text, *([divided(self.solved_on, self.text, None)[0]] if of_goals else [])]
         for names in self.surfaces.values():
-            for fitted in (self.text, *([self.of_goal["tokens"]] if self.of_goal else [])):
+            for fitted in texts:
                 fitted.expect(shared_sites(stages_of(find_sites(self.solved_on, names), kind), kind))
 
     def open_folder(self, calibration_model: Any, solver: Mapping[str, Any], units: Mapping[str, Any], overwrite: bool) -> None:
@@ -383,7 +382,7 @@ class _Study:
         for method, how in self.solved[surface].items():
             self.on_step(f"factorize {surface} as {method}")
             start = time.perf_counter()
-            asked: dict[str, Any] = {**how.asked, **(self.of_goal if isinstance(how.size, Goal) else {"tokens": self.text})}
+            asked: dict[str, Any] = {**how.asked, "tokens": self.text}
             asked |= {} if self.text is not None else {"calibration": "zero-data"}
             place = None if self.folder is None else self.folder / self.places[surface, method]
             try:

@@ -8,8 +8,23 @@ import torch
 
 import swd_lens as swd
 from swd_lens.base.errors import BudgetError, ResumeError
+from swd_lens.base.progress import tqdm
 from swd_lens.factorization import goal
-from swd_lens.factorization.goal import CLOSE, DENSEST, FINEST, SPARSEST, STEPS, Goal, next_sparsity, scaled
+from swd_lens.factorization.goal import (
+    CLOSE,
+    DENSEST,
+    FINEST,
+    LOOKS,
+    SPARSEST,
+    STEPS,
+    WIDE,
+    Goal,
+    GoalSearch,
+    fitted_rows,
+    next_sparsity,
+    scaled,
+)
+from swd_lens.tasks.streams import as_stream
 
 SITE = "blocks.2.attn_o"
 
@@ -67,12 +82,52 @@ def test_the_end_of_a_path_keeps_the_goal_on_text_that_it_was_not_fitted_on():
     judged = swd.fidelity(model(), factors, text()[-n:])
     tried = factors.tried
     taken = tried[tried["taken"]].iloc[0]
-    assert taken["KL"] == pytest.approx(judged.kl, rel=1e-6) and CLOSE * 1e-3 <= judged.kl <= 1e-3
+    assert taken["KL judged"] == pytest.approx(judged.kl, rel=1e-6) and CLOSE * 1e-3 <= taken["KL"] <= 1e-3
     assert int(taken["edges"]) == factors.edges and set(tried["method"]) == {"as given"}
-    assert all(tried["KL"][tried["s"] > taken["s"]] > 1e-3)
+    assert int(tried["taken"].sum()) == 1
     fitted = swd.factorize(model(), SITE, tokens=text()[:-n], sparsity=float(taken["s"]), preset="pruned", progress=False)
     assert torch.equal(fitted[SITE].read, factors[SITE].read)
     assert f"KL {taken['KL']:.3g}" in str(factors)
+
+
+def test_the_end_of_a_path_is_measured_on_fitted_rows_too():
+    """KL of all rows, that of fitted ones times how much larger the units' error is where nothing was fitted."""
+    factors = factors_at(preset="pruned")
+    taken, n = factors.provenance["goal"]["chosen"], math.ceil(len(text()) / 4)
+    judged, fitted = (swd.fidelity(model(), factors, rows, local=True) for rows in (text()[-n:], text()[:-n]))
+    flattered = judged.local_relmse[SITE] / fitted.local_relmse[SITE]
+    assert taken["KL"] == pytest.approx((judged.kl * n + flattered * fitted.kl * (len(text()) - n)) / len(text()), rel=1e-5)
+    assert 0 < taken["KL se"] < swd.fidelity(model(), factors, text()[-n:]).kl
+    assert fitted_rows(*goal.divided(model(), text(), None)).n_rows == len(text()) - n
+    long = as_stream(swd.text_tokens(4 * WIDE, split="train"), model())
+    assert fitted_rows(*goal.divided(model(), long, None)) is None
+
+
+@pytest.mark.parametrize("flattering", [0.4, 0.7, 1.0, 1.3, 2.5])
+def test_what_more_text_says_counts(flattering, monkeypatch):
+    """The judged rows say a share of the truth, the wider text says it: the search ends where the truth keeps the goal."""
+    fitted, judged = goal.divided(model(), text(), None)
+    search = GoalSearch(model(), Goal(kl=1.0), {"as given": {}}, fitted, judged, lambda *_: swd.FactorSet({}), wide=fitted)
+    calls = []
+
+    def true_kl(s):
+        return math.exp(9 * (s - 0.62))
+
+    def trial(self, path, s):
+        row = {"s": s, "excess": flattering * true_kl(s) * (1 + 0.05 * math.sin(40 * s))}
+        calls.append(s)
+        return row, None
+
+    def wide(self, row, factors):
+        row |= {"excess judged": row["excess"], "excess": true_kl(row["s"])}
+
+    monkeypatch.setattr(GoalSearch, "_trial", trial)
+    monkeypatch.setattr(GoalSearch, "_measure_wide", wide)
+    end, _ = search._end_of("as given", 0.5, tqdm(disable=True))
+    assert 0.8 <= true_kl(end["s"]) <= 1.0 and len(calls) <= STEPS + LOOKS
+    search.wide = None
+    alone, _ = search._end_of("as given", 0.5, tqdm(disable=True))
+    assert flattering * true_kl(alone["s"]) <= 1.06
 
 
 @pytest.mark.slow
@@ -110,7 +165,7 @@ def test_held_out_text_of_the_callers_and_positions_that_do_not_count():
     factors = factors_at(preset="pruned", heldout_tokens=heldout, exclude="special")
     said = factors.provenance["goal"]["chosen"]
     judged = swd.fidelity(model(), factors, heldout, exclude="special")
-    assert said["KL"] == pytest.approx(judged.kl, rel=1e-6)
+    assert said["KL"] == pytest.approx(judged.kl, rel=1e-6) and "KL judged" not in said
     assert judged.kl != pytest.approx(swd.fidelity(model(), factors, heldout).kl, rel=1e-6)
     assert factors.provenance["tokens"] < text().numel()
 
@@ -130,7 +185,8 @@ def test_an_interrupted_search_goes_on_and_a_finished_one_is_there(tmp_path, mon
     with pytest.raises(KeyboardInterrupt):
         factors_at(**asked)
     found = factors_at(**asked)
-    assert len(calls) == 1 + len(whole.tried)  # the one that was interrupted was measured again, no other
+    looked = int(whole.tried["KL judged"].notna().sum())  # ends, measured on both texts
+    assert len(calls) == 1 + len(whole.tried) + 2 * looked  # the one that was interrupted was measured again, no other
     assert torch.equal(found[SITE].write, whole[SITE].write) and found.sparsity == whole.sparsity
     n = len(calls)
     again = factors_at(**asked)
