@@ -205,43 +205,42 @@ def multiverse(
     if len(made) < 2:
         raise ValueError(f"nothing to compare {legible(of)} with: pass a control, such as swd.baselines.neurons(model, sites)")
     # 1. Run every specification; what the dense host gives is shared by all of them.
-    protocol = Protocol(
-        model,
-        tasks,
-        None,
-        several(positions, "positions"),
-        several(ablations, "ablations"),
-        evaluation=evaluation or {},
-        progress=progress,
-    )
-    sources, _ = sources_of(made)
-    curves: dict[tuple[str, str, str, str], dict[str, CostCurve]] = {}
+    at, kinds = several(positions, "positions"), several(ablations, "ablations")
+    protocol = Protocol(model, tasks, None, at, kinds, evaluation=evaluation or {}, progress=progress)
     folder = None if out is None else Path(out)
     with nullcontext() if folder is None else writing(folder, "multiverse"):
-        if folder is not None:
-            protocol = replace(protocol, parts=_parts(folder, protocol, sources, attribution or {}, overwrite))
-        for done, score in enumerate(by_score):
-            reached(f", {done} of {len(by_score)} scores finished")
-            run = replace(protocol, attribution={**(attribution or {}), "score": score}, key=(score,))
-            outcomes = run_protocol(run, sources, {})
-            for task, where, kind in product(tasks, protocol.positions, protocol.ablations):
-                curves[task.name, score, where, kind] = outcomes.curves[task.name, where, kind]
+        curves = _curves(protocol, sources_of(made)[0], by_score, attribution or {}, folder, overwrite)
     # 2. Edges by method, shares and their p by control.
-    contents = {task.name: contents_of(task.test) for task in tasks}
-    threshold = Threshold("recovered", float(recovered))
-    specifications = {
-        key: {name: _side([of_all[each] for each in groups.get(name, (name,))], contents[key[0]], threshold) for name in made}
-        for key, of_all in curves.items()
-    }
-    rows = _rows(specifications)
+    specifications = _specifications(curves, {name: groups.get(name, (name,)) for name in made}, tasks, recovered)
     tests = shares_of(specifications, of, n, seed)
     settings = {"recovered": float(recovered), "n": n, "seed": seed, "roles": roles, "tasks": [task.name for task in tasks]}
-    settings |= {"scores": list(by_score), "positions": list(protocol.positions), "ablations": list(protocol.ablations)}
-    settings |= {"n_test": {task.name: len(task.test) for task in tasks}, **standing_hooks(model)}
-    found = Multiverse(rows, tests, of, settings)
+    settings |= {"scores": list(by_score), "positions": list(at), "ablations": list(kinds), **standing_hooks(model)}
+    settings |= {"n_test": {task.name: len(task.test) for task in tasks}}
+    found = Multiverse(_rows(specifications), tests, of, settings)
     if folder is not None:
         found.save(folder / FILE)
     return found
+
+
+def _curves(
+    protocol: Protocol,
+    sources: Mapping[str, Any],
+    scores: Sequence[str],
+    attribution: Mapping[str, Any],
+    folder: Path | None,
+    overwrite: bool,
+) -> dict[tuple[str, str, str, str], dict[str, CostCurve]]:
+    """Run every specification: (task, score, positions, ablation) -> replacement -> its curve."""
+    curves: dict[tuple[str, str, str, str], dict[str, CostCurve]] = {}
+    if folder is not None:
+        protocol = replace(protocol, parts=_parts(folder, protocol, sources, attribution, overwrite))
+    for done, score in enumerate(scores):
+        reached(f", {done} of {len(scores)} scores finished")
+        run = replace(protocol, attribution={**attribution, "score": score}, key=(score,))
+        outcomes = run_protocol(run, sources, {})
+        for task, where, kind in product(protocol.tasks, protocol.positions, protocol.ablations):
+            curves[task.name, score, where, kind] = outcomes.curves[task.name, where, kind]
+    return curves
 
 
 def _parts(
@@ -266,6 +265,20 @@ def _made(given: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------- specifications
+
+
+def _specifications(
+    curves: Mapping[tuple[str, str, str, str], Mapping[str, CostCurve]],
+    replacements: Mapping[str, Sequence[str]],
+    tasks: Sequence[Task],
+    recovered: float | int,
+) -> dict[tuple[str, str, str, str], dict[str, "Side"]]:
+    """Each specification's methods as sums over contents. replacements: method -> the names of its seeds."""
+    contents, threshold = {task.name: contents_of(task.test) for task in tasks}, Threshold("recovered", float(recovered))
+    return {
+        key: {name: _side([of_all[each] for each in seeds], contents[key[0]], threshold) for name, seeds in replacements.items()}
+        for key, of_all in curves.items()
+    }
 
 
 @dataclass(frozen=True)

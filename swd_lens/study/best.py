@@ -236,13 +236,9 @@ def best_circuit(
             raise ValueError(f"{legible(name)}={quoted(value)}: give a number above 0")
     began = time.monotonic()
     calibration, heldout = divided(model, tokens, heldout_tokens)
-    asked = {"swd_lens": __version__, "host_sha256": host_fingerprint(model, model.cfg), "task": task_fingerprint(task)}
-    asked |= {"tokens_sha256": calibration.fingerprint(), "heldout_sha256": heldout.fingerprint()}
-    asked |= {"sites": sites if isinstance(sites, str) else [s.name for s in find_sites(model, sites)]}
-    asked |= {"kl": kl, "recovered": recovered, "seed": seed}
-    folder = None if out is None else Path(out)
+    folder, how = None if out is None else Path(out), {"sites": sites, "kl": kl, "recovered": recovered, "seed": seed}
     with nullcontext() if folder is None else writing(folder, "best_circuit"):
-        steps = StepCache(folder, asked, overwrite=overwrite)
+        steps = StepCache(folder, {} if folder is None else _asked(model, task, calibration, heldout, how), overwrite=overwrite)
         if folder is not None and not overwrite and (folder / FILE).is_file():
             finished = BestCircuit.load(folder)
             if finished.settings["minutes"] == minutes:
@@ -253,19 +249,24 @@ def best_circuit(
         # 1. Where: the sites that were named, or the output that the task needs most.
         names = search.sites = search.where(sites, progress)
         paths = paths_of(find_sites(model, names), DEFAULT_PRESET, None, {})
-        said = f"best circuit at {surface_name(names)}, about {duration(60 * minutes)}"
-        total = 1 + len(paths) + len(SHARES)
+        said, total = f"best circuit at {surface_name(names)}, about {duration(60 * minutes)}", 1 + len(paths) + len(SHARES)
         with tqdm(total=total, desc=said, unit="step", disable=not progress, leave=False) as search.bar:
             # 2. Candidates: exact ones, and the sparsest of each path that keeps the goal.
             candidates = [*search.exact(), *search.ends(paths)]
             # 3. Rounds, in which the cheaper half goes on to more prompts.
             winner = search.cheapest(candidates)
         # 4. The winner's circuit on test prompts, and its replacement on all of the held-out text.
-        settings = {"kl": kl, "recovered": recovered, "minutes": minutes, "seed": seed, "sites": names}
-        found = search.judged(winner, heldout, settings, seed, progress)
+        found = search.judged(winner, heldout, {**how, "minutes": minutes, "sites": names}, seed, progress)
         if folder is not None:
             found.save(folder)
         return found
+
+
+def _asked(model: Any, task: Task, text: CalibrationText, heldout: TokenStream, how: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything but the minutes that decides a search."""
+    asked = {"swd_lens": __version__, "host_sha256": host_fingerprint(model, model.cfg), "task": task_fingerprint(task)}
+    asked |= {"tokens_sha256": text.fingerprint(), "heldout_sha256": heldout.fingerprint(), **how}
+    return asked if isinstance(how["sites"], str) else asked | {"sites": [s.name for s in find_sites(model, how["sites"])]}
 
 
 def _needed(model: Any, task: Task, progress: bool) -> list[str]:

@@ -412,9 +412,9 @@ class FactorSet(OnHub, _SetBase):
     @property
     def tried(self) -> pd.DataFrame:
         """Trials of a search for a goal (`factorize(kl=...)`), a row per factorization: method, s, edges, KL and CE delta on
-        held-out text with their standard errors (nats per prediction), the larger of both over the goal, seconds; of each method's
-        end "text edges" (those that carry half of the effect on a next token) and, where fitted rows were measured, too, what the
-        held-out ones alone say ("KL judged"); and which one was taken. Empty where there was no goal."""
+        held-out text with their standard errors (nats per prediction), the larger of both over the goal, seconds; of each
+        method's end "text edges" (those that carry half of the effect on a next token) and, where fitted rows were measured,
+        too, what the held-out ones alone say ("KL judged"); and which one was taken. Empty where there was no goal."""
         goal = self.provenance.get("goal") or {"trials": [], "chosen": {}}
         rows = pd.DataFrame(goal["trials"])
         chosen = {"method": goal["chosen"].get("method"), "s": goal["chosen"].get("s")}
