@@ -18,7 +18,7 @@ Every step of the descent, and the runs on test prompts, are parts of the call (
 after an interruption goes on behind the last finished one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -256,52 +256,94 @@ def attack(
     require_no_dropout(model)
     require_gradients(model)
     fitted_on, split = (task.validation, task.test) if isinstance(task, Task) else (task, task)
-    fitted_on, scores = fitted_on.first(max_prompts), circuit.scores
-    dense = DenseCache() if dense is None else dense
+    fitted_on, scores, dense = fitted_on.first(max_prompts), circuit.scores, DenseCache() if dense is None else dense
+    kept, valid = in_ranking(scores, circuit), valid_in_ranking(scores, circuit.edges)
     how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward, "dense": dense}
     settings = {"budgets": budgets, "steps": steps, "starts": starts, "n": n, "seed": seed, "ablation": ablation}
     settings |= {"fitted on": fitted_on.name, "n_fitted": len(fitted_on), "test_split": split.name, "n_test": len(split)}
     settings |= {"positions": scores.settings["positions"], "circuit": dict(circuit.provenance), **standing_hooks(model)}
     folder = None if out is None else Path(out)
     with nullcontext() if folder is None else writing(folder, "attack"), attach(model, factors) as attachment:
-        kept, valid = in_ranking(scores, circuit), valid_in_ranking(scores, circuit.edges)
-        may = valid & ~kept
-        if not bool(may.any()):
-            raise ValueError(
-                f"the circuit has all {int(valid.sum()):,} units that read and write: nothing outside can be restored"
-            )
-        question = {"swd_lens": __version__, "the units": attachment.factors.identities, "the ranking": scores.ranking()}
-        if folder is not None:  # hashes of a host take as long as it is large
-            question |= {"the host": host_fingerprint(model, model.cfg), "prompts": splits_fingerprint((fitted_on, split))}
-        parts = StepCache(folder, question | {"units of the circuit": circuit.units, **settings}, overwrite=overwrite)
+        if not bool((valid & ~kept).any()):
+            raise ValueError(f"the circuit has all {int(valid.sum()):,} units that read and write: no other can be restored")
+        parts = _parts(folder, model, attachment.factors.identities, circuit, (fitted_on, split), settings, overwrite)
+        runner_on = partial(InterventionRunner, host_of(model), attachment, scores=scores, ablation=ablation, **how)
         # 1. Fit the adversary.
-        runner = InterventionRunner(host_of(model), attachment, fitted_on, scores, ablation, keep=True, **how)
-        adversary = Adversary(runner, scores, valid, steps=steps, starts=starts, seed=seed, progress=progress, parts=parts)
-        found = adversary.worst(kept, budgets)
-        # 2. Judge it beside random restorations: the empty circuit, the circuit, then budget by budget.
-        dealt = torch.cat([torch.stack([of, *deal(of, may, n, seed + i)]) for i, of in enumerate(found)])
-        given = torch.cat([torch.zeros(2, len(kept)), dealt])
-        sets = torch.cat([torch.zeros(1, len(kept), dtype=torch.bool), kept.expand(1 + len(dealt), -1)])
+        descent: dict[str, Any] = {"steps": steps, "starts": starts, "seed": seed, "progress": progress, "parts": parts}
+        found = Adversary(runner_on(split=fitted_on, keep=True), scores, valid, **descent).worst(kept, budgets)
+        # 2. Judge it beside random restorations.
+        given, margins = _judged(runner_on, split, scores, kept, valid, found, n, seed, parts)
+    result = _result(given, margins, split.task, circuit, valid & ~kept, found, settings)
+    if folder is not None:
+        result.save(folder / FILE)
+    return result
 
-        def judged() -> tuple[dict[str, Tensor], dict[str, Any]]:
-            runner = InterventionRunner(host_of(model), attachment, split, scores, ablation, **how)
-            outcome, whole = runner.run(len(given), lambda rows: partial_masks(scores, sets[rows], given[rows]))
-            return {"runs": outcome.margins, "full": whole.margins[0], "dense": runner.dense().margins[0]}, {}
 
-        margins = parts.tensors(("judged",), judged, lambda tensors, _: tensors)
+def _parts(
+    folder: Path | None,
+    model: Any,
+    identities: Mapping[str, str],
+    circuit: Circuit,
+    splits: tuple[TaskSplit, TaskSplit],
+    settings: Mapping[str, Any],
+    overwrite: bool,
+) -> StepCache:
+    """The folder's finished steps: of these units, this circuit and these prompts."""
+    if folder is None:
+        return StepCache(None)
+    question = {"swd_lens": __version__, "the units": identities, "the ranking": circuit.scores.ranking()}
+    question |= {"the host": host_fingerprint(model, model.cfg), "prompts": splits_fingerprint(splits)}
+    return StepCache(folder, question | {"units of the circuit": circuit.units, **settings}, overwrite=overwrite)
+
+
+def _judged(
+    runner_on: Callable[..., InterventionRunner],
+    split: TaskSplit,
+    scores: UnitScores,
+    kept: Bool[Tensor, " unit"],
+    valid: Bool[Tensor, " unit"],
+    found: Float[Tensor, "budget unit"],
+    n: int,
+    seed: int,
+    parts: StepCache,
+) -> tuple[Float[Tensor, "run unit"], Mapping[str, Tensor]]:
+    """What each run restores, and its margins: the empty circuit, the circuit, then by budget the adversary and n random
+    restorations."""
+    dealt = torch.cat([torch.stack([of, *deal(of, valid & ~kept, n, seed + i)]) for i, of in enumerate(found)])
+    given = torch.cat([torch.zeros(2, len(kept)), dealt])
+    sets = torch.cat([torch.zeros(1, len(kept), dtype=torch.bool), kept.expand(1 + len(dealt), -1)])
+
+    def judged() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        runner = runner_on(split=split)
+        outcome, whole = runner.run(len(given), lambda rows: partial_masks(scores, sets[rows], given[rows]))
+        return {"runs": outcome.margins, "full": whole.margins[0], "dense": runner.dense().margins[0]}, {}
+
+    return given, parts.tensors(("judged",), judged, lambda tensors, _: tensors)
+
+
+def _result(
+    given: Float[Tensor, "run unit"],
+    margins: Mapping[str, Tensor],
+    task: str,
+    circuit: Circuit,
+    may: Bool[Tensor, " unit"],
+    found: Float[Tensor, "budget unit"],
+    settings: Mapping[str, Any],
+) -> Attack:
+    """Recovered and sufficiency of every run. may: the outside units."""
     q_dense, full, empty, keep = margins["dense"], margins["full"], margins["runs"][0], margins["runs"][1:]
-    carried = Carried.of(full, empty, float(q_dense.mean()))
-    values = measured(Margins(keep, keep, full, empty, q_dense), carried, split.task)
-    rows = pd.DataFrame({"run": ["circuit", *(["adversary", *["random"] * n] * len(budgets))]})
-    rows["budget"] = [0.0, *(b for b in budgets for _ in range(1 + n))]
+    carried, budgets = Carried.of(full, empty, float(q_dense.mean())), settings["budgets"]
+    values = measured(Margins(keep, keep, full, empty, q_dense), carried, task)
+    rows = pd.DataFrame({"run": ["circuit", *(["adversary", *["random"] * settings["n"]] * len(budgets))]})
+    rows["budget"] = [0.0, *(b for b in budgets for _ in range(1 + settings["n"]))]
     rows["restored"] = (given[1:][:, may].double().mean(1)).tolist()
     columns = [f"{of}{end}" for of in ("recovered", "sufficiency") for end in ("", " low", " high")]
     rows = pd.concat([rows, values[[*columns, "q keep"]]], axis=1)
-    result = Attack(
+    return Attack(
         rows,
-        _shares(scores, budgets, found),
-        split.task,
-        surface_name(scores.scores),
+        _shares(circuit.scores, budgets, found),
+        task,
+        surface_name(circuit.scores.scores),
         carried.q_dense,
         float(full.mean()),
         float(empty.mean()),
@@ -312,9 +354,6 @@ def attack(
         settings,
         circuit,
     )
-    if folder is not None:
-        result.save(folder / FILE)
-    return result
 
 
 def _budgets(budget: float | int | Sequence[float]) -> list[float]:
