@@ -27,7 +27,7 @@ from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.solver import anneal, dsf, outputs, prune, svd_prune
 from swd_lens.solver.automatic import automatic_shrinkage
 from swd_lens.solver.budget import Budget, plan_budget, plan_pruned, plan_shares
-from swd_lens.solver.spec import AUTO, DEFAULT_PRESET, AnnealSpec, DsfSpec, OnIteration, PruneSpec, resolve
+from swd_lens.solver.spec import AUTO, DEFAULT_PRESET, AnnealSpec, AnySpec, DsfSpec, OnIteration, PruneSpec, resolve
 from swd_lens.solver.support import first_largest
 from swd_lens.solver.validate import check_gram, check_sparsity, check_tokens, check_weight, resolve_units, sparsity_of
 
@@ -101,13 +101,13 @@ def solve(
         BudgetError: too few edges; the largest feasible sparsity is named.
         ValueError: tokens is not a positive number.
     """
+    # 1. and 2. The spec for this matrix, and whether all of it can be asked.
     spec = resolve(preset, overrides)
     check_weight(weight)
     d_in, d_out = weight.shape
-    if gram is not None:
-        check_gram(gram, d_in)
-    if output_gram is not None:
-        check_gram(output_gram, d_out, "output_gram")
+    for of_side, size, name in ((gram, d_in, "gram"), (output_gram, d_out, "output_gram")):
+        if of_side is not None:
+            check_gram(of_side, size, name)
     if edges is None:
         check_sparsity(sparsity)
     else:
@@ -115,54 +115,83 @@ def solve(
     check_tokens(tokens)
     width = resolve_units(units, d_in, d_out, spec)
     spec = spec.for_matrix(d_in, d_out, width, calibrated=gram is not None)
-    shrinkage = 0.0 if gram is None else spec.shrinkage_for(tokens, d_in)
-    # The paper's solver knows no shrinkage; the refit behind it needs some, as it sees all of both Grams.
-    of_inputs = automatic_shrinkage(AUTO, tokens, d_in) if isinstance(spec, DsfSpec) else shrinkage
-    refit_shrinkage = of_inputs, automatic_shrinkage(AUTO, tokens, d_out)
-
-    dense = weight.detach().to(torch.float32)
-    precision = spec.precision_for(d_in, d_out) if dense.device.type != "mps" else "float32"  # which has no float64
-    dtype = torch.float64 if precision == "float64" else torch.float32
-    target = dense.to(dtype)
-    metric = None if gram is None else gram.detach().to(device=dense.device, dtype=dtype)
+    # 3. to 5. Solve, refit, and bring into canonical form.
+    problem = _Problem.of(weight.detach().to(torch.float32), gram, spec, sparsity, width, tokens)
     with torch.no_grad():
-        if isinstance(spec, AnnealSpec):
-            budget = plan_shares(d_in, d_out, sparsity, width, spec)
-            read, write = anneal.factorize(target, metric, width, budget, spec, shrinkage, on_iteration)
-        elif isinstance(spec, DsfSpec):
-            budget = plan_budget(d_in, d_out, sparsity, spec)
-            read, write = dsf.factorize(target, metric, budget, spec, on_iteration)
-        else:
-            budget, kept = None, plan_pruned(d_in, d_out, sparsity)
-            if isinstance(spec, PruneSpec):
-                read, write = prune.factorize(target, metric, kept, spec, shrinkage, on_iteration)
-            else:
-                read, write = svd_prune.factorize(target, metric, kept, spec, shrinkage, on_iteration)
+        read, write, budget = problem.solved(on_iteration)
         if output_gram is not None:
-            of_outputs = output_gram.detach().to(device=dense.device, dtype=dtype)
-            read, write = outputs.refit(read, write, target, metric, of_outputs, refit_shrinkage)
-        del target
+            read, write = problem.refitted(read, write, output_gram)
         read, write = (factor.to(torch.float32) for factor in canonical(read, write))
-    if budget is None or (isinstance(spec, AnnealSpec) and spec.balance):  # it was not settled beforehand
-        square, other = (write, read) if spec.starts_at_output(d_in, d_out) else (read, write)
-        budget = Budget(int(square.count_nonzero()), int(other.count_nonzero()))
+    settings = {"preset": preset, **problem.settings(read, write, budget, refitted=output_gram is not None)}
+    return Solution(read, write, settings, spec.solver, problem.dense)
 
-    settings = {
-        "preset": preset,
-        "sparsity": float(sparsity),
-        "units": width,
-        "calibrated": gram is not None,
-        **spec.as_dict(),
-        "shrinkage": shrinkage,
-        "precision": precision,
-        "budget_square": budget.square,
-        "budget_other": budget.other,
-        "nonzeros_read": int(read.count_nonzero()),
-        "nonzeros_write": int(write.count_nonzero()),
-    }
-    if output_gram is not None:
-        settings |= {"output_gram": True, "refit_shrinkage": list(refit_shrinkage)}
-    return Solution(read, write, settings, spec.solver, dense)
+
+@dataclass(frozen=True)
+class _Problem:
+    """A matrix with everything that its solver needs, in the precision that it is solved in."""
+
+    dense: Float[Tensor, "d_in d_out"]  # float32
+    target: Float[Tensor, "d_in d_out"]
+    gram: Float[Tensor, "d_in d_in"] | None
+    spec: AnySpec
+    sparsity: float | int
+    width: int
+    shrinkage: float
+    refit_shrinkage: tuple[float, float]  # of both Grams, where outputs are refitted
+
+    @classmethod
+    def of(
+        cls, dense: Tensor, gram: Tensor | None, spec: AnySpec, sparsity: float | int, width: int, tokens: int | None
+    ) -> "_Problem":
+        d_in, d_out = dense.shape
+        shrinkage = 0.0 if gram is None else spec.shrinkage_for(tokens, d_in)
+        # The paper's solver knows no shrinkage; the refit behind it needs some, as it sees all of both Grams.
+        of_inputs = automatic_shrinkage(AUTO, tokens, d_in) if isinstance(spec, DsfSpec) else shrinkage
+        refit_shrinkage = of_inputs, automatic_shrinkage(AUTO, tokens, d_out)
+        precision = spec.precision_for(d_in, d_out) if dense.device.type != "mps" else "float32"  # which has no float64
+        target = dense.to(torch.float64 if precision == "float64" else torch.float32)
+        metric = None if gram is None else gram.detach().to(target)
+        return cls(dense, target, metric, spec, sparsity, width, shrinkage, refit_shrinkage)
+
+    def solved(self, on_iteration: OnIteration | None) -> tuple[Tensor, Tensor, Budget | None]:
+        """Read and write factor by the spec's solver, and the budget that was settled beforehand."""
+        target, gram, spec, shrinkage = self.target, self.gram, self.spec, self.shrinkage
+        d_in, d_out = target.shape
+        if isinstance(spec, AnnealSpec):
+            budget = plan_shares(d_in, d_out, self.sparsity, self.width, spec)
+            factors = anneal.factorize(target, gram, self.width, budget, spec, shrinkage, on_iteration)
+            return *factors, None if spec.balance else budget  # shares of a balance move
+        if isinstance(spec, DsfSpec):
+            budget = plan_budget(d_in, d_out, self.sparsity, spec)
+            return *dsf.factorize(target, gram, budget, spec, on_iteration), budget
+        kept = plan_pruned(d_in, d_out, self.sparsity)
+        if isinstance(spec, PruneSpec):
+            return *prune.factorize(target, gram, kept, spec, shrinkage, on_iteration), None
+        return *svd_prune.factorize(target, gram, kept, spec, shrinkage, on_iteration), None
+
+    def refitted(self, read: Tensor, write: Tensor, output_gram: Tensor) -> tuple[Tensor, Tensor]:
+        """Both factors refitted to what the loss sees of the outputs."""
+        return outputs.refit(read, write, self.target, self.gram, output_gram.detach().to(self.target), self.refit_shrinkage)
+
+    def settings(self, read: Tensor, write: Tensor, budget: Budget | None, *, refitted: bool) -> dict[str, Any]:
+        """Every value used, and the entries kept."""
+        nonzeros = int(read.count_nonzero()), int(write.count_nonzero())
+        if budget is None:  # it was not settled beforehand
+            budget = Budget(*(nonzeros[::-1] if self.spec.starts_at_output(*self.dense.shape) else nonzeros))
+        refit = {"output_gram": True, "refit_shrinkage": list(self.refit_shrinkage)} if refitted else {}
+        return {
+            "sparsity": float(self.sparsity),
+            "units": self.width,
+            "calibrated": self.gram is not None,
+            **self.spec.as_dict(),
+            "shrinkage": self.shrinkage,
+            "precision": "float64" if self.target.dtype == torch.float64 else "float32",
+            "budget_square": budget.square,
+            "budget_other": budget.other,
+            "nonzeros_read": nonzeros[0],
+            "nonzeros_write": nonzeros[1],
+            **refit,
+        }
 
 
 def canonical(
