@@ -9,17 +9,19 @@
 4. Only the last position's logits are wanted: the last block computes of the others keys and values alone.
 5. Many interventions are run at once: the prompts are repeated, one copy per intervention. Their attention reads the kept
    keys and values where they lie, and copies none (`Host.share_prefix`).
+6. Prompts of several lengths run together behind a padded prefix (`Host.join_prefixes`).
 
 Each is exact where a host is built as most are, but not every host is (a norm may follow the MLP, attention may look both
 ways). So `find_fast_forward` runs a few prompts plainly and by each shortcut, and keeps those that agree.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -53,6 +55,7 @@ class FastForward:
     known: Site | None = None  # the one site of block layer - 1, whose z is known before a run starts; or None
     keeps_prefix: bool = False  # whether all positions but the last are run once (positions="scoring" only)
     shares: bool = False  # whether attention reads the kept positions without a copy for each intervention
+    joins: bool = False  # whether prompts of several lengths run together behind it
     short: bool = False  # whether the last block computes of all positions but the last only keys and values
     begins: int = 0  # what enters this block is kept for other replacements, too; 0: nothing is
 
@@ -93,6 +96,16 @@ class Runner:
                 residual = host.residual(tokens, layer, prefix, start)
             kept = host.repeat_prefix(prefix, 1, layer) if prefix is not None else None
             return Shared(tokens, kept, Start(layer, residual), seen.units[known.name] if known else None)
+
+    def join(self, parts: Sequence[Shared]) -> Shared:
+        """What was computed for prompts of several lengths, for runs of all of them together."""
+        longest = max(part.tokens.shape[1] for part in parts)
+        tokens = torch.cat([F.pad(part.tokens, (longest - part.tokens.shape[1], 0)) for part in parts])
+        starts = [part.start for part in parts if part.start is not None]
+        z = [part.z for part in parts if part.z is not None]
+        start = Start(starts[0].layer, torch.cat([start.residual[:, -1:] for start in starts])) if starts else None
+        prefix = self.host.join_prefixes([part.prefix for part in parts])
+        return Shared(tokens, prefix, start, torch.cat([each[:, -1:] for each in z]) if z else None)
 
     def logits(
         self, shared: Shared, masks: Masks, values: Values, token_ids: Int[Tensor, " answer"] | None = None
@@ -192,7 +205,9 @@ def _agreeing(
     length = max(len(tokens) for tokens in split.tokens)
     tokens = torch.stack([tokens for tokens in split.tokens if len(tokens) == length][:_CHECKED_PROMPTS])
 
-    def run(fast_forward: FastForward, masks: Masks) -> Float[Tensor, "circuit batch vocab"]:
+    def run(
+        fast_forward: FastForward, masks: Masks, tokens: Int[Tensor, "batch pos"] = tokens
+    ) -> Float[Tensor, "circuit batch vocab"]:
         """Last-position logits with the masked units at zero."""
         values = {name: torch.zeros(1, 1, mask.shape[1], dtype=torch.float32) for name, mask in masks.items()}
         runner = Runner(host, units, fast_forward, dense)
@@ -218,6 +233,20 @@ def _agreeing(
             most = _EFFECT * (expected - run(plainly, nothing)).abs().max()
             agrees = verified(partial(run, tried, alone), expected, within=most)
         best = tried if agrees else best
+    shorter = [tokens for tokens in split.tokens if 1 < len(tokens) < length]
+    if best.shares and shorter and _can_join(host, tokens):
+        # Together with a few of the shortest prompts.
+        least = min(len(each) for each in shorter)
+        few = torch.stack([each for each in shorter if len(each) == least][:_CHECKED_PROMPTS])
+        values = {name: torch.zeros(1, 1, mask.shape[1], dtype=torch.float32) for name, mask in half.items()}
+        both, runner = [tokens, few], Runner(host, units, replace(best, joins=True), dense)
+
+        def together() -> Float[Tensor, "circuit batch vocab"]:
+            return runner.logits(runner.join([runner.share(each) for each in both]), half, values)
+
+        plain = torch.cat([plain, run(plainly, half, few)], dim=1)
+        with torch.no_grad():
+            best = replace(best, joins=verified(together, plain, shortcut={"joins": True}))
     return best
 
 
@@ -226,6 +255,12 @@ def _can_share(host: Host) -> bool:
     undo = Undo()
     with undo, undo:
         return host.share_prefix(undo.push)
+
+
+def _can_join(host: Host, tokens: Int[Tensor, "batch pos"]) -> bool:
+    """Whether kept prefixes of several lengths can be joined."""
+    prefix = host.freeze_prefix(tokens[:1])
+    return prefix is not None and host.join_prefixes([prefix, prefix]) is not None
 
 
 def _steps(

@@ -1,15 +1,17 @@
 """InterventionRunner: prompts of one split under attached units, ready for any number of interventions.
 
 1. Per bucket of prompts, compute once what interventions share (fast_forward.py), and the margin of the unpruned replacement.
+   Where a host can, buckets of several lengths are joined behind it, as many prompts as batch_size.
 2. Run the interventions, as many at once as memory allows; of each keep every prompt's margin, whether it was right, and
    (if asked for) KL(unpruned || intervened) at the scoring position, which needs the whole vocabulary's logits.
 3. Partial interventions move units a share of the way to their reference; `gradients` says what each share does to the margin.
 Memory does not grow with the number of interventions but for these few numbers.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -26,11 +28,13 @@ from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host
 from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.host import frozen
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.tasks.task import Bucket, TaskSplit
 from swd_lens.units import Attachment
 
 _LOGITS_AT_ONCE = 2**26  # a quarter of a gigabyte in float32
 _KEPT_BYTES = 2**28  # of what is shared, between calls
+_JOINED_BYTES = 2**26  # of what is shared by prompts that run together
 _OF_BACKWARD = 4  # a pass with gradients has this part of the tokens at once: it keeps what every layer computed
 
 
@@ -159,7 +163,7 @@ class InterventionRunner:
                     whole = self.runner.logits(shared, nothing, values, ids)
                     log_p = log_probabilities(whole[0].float()) if kl else None
                     unpruned.put(torch.zeros(1, dtype=torch.int64), bucket, whole, log_p)
-                most = at_once(bucket, bucket.tokens.shape[1], self.tokens_per_forward, whole=ids is None)
+                most = at_once(bucket, self._length(bucket), self.tokens_per_forward, whole=ids is None)
                 for runs in torch.arange(n).split(most):
                     of_runs = masks(slice(int(runs[0]), int(runs[-1]) + 1))
                     acts = torch.stack([mask.any(1) for mask in of_runs.values()]).any(0)
@@ -189,7 +193,7 @@ class InterventionRunner:
         with self._fused(), frozen(self.host, "while an attack is fitted"):
             for bucket, shared, values in self._prepared():
                 tokens = self.tokens_per_forward // _OF_BACKWARD
-                most = at_once(bucket, bucket.tokens.shape[1], tokens, whole=False)
+                most = at_once(bucket, self._length(bucket), tokens, whole=False)
                 for runs in torch.arange(n).split(most):
                     of_runs = shares(slice(int(runs[0]), int(runs[-1]) + 1))
                     leaves = {site: share.detach().float().requires_grad_(True) for site, share in of_runs.items()}
@@ -215,16 +219,52 @@ class InterventionRunner:
         """Fuse attention where prompts are long, as the longest one says."""
         return fused_attention(self.host, max(self.split.tokens, key=len)[None])
 
+    def _length(self, bucket: Bucket) -> int:
+        """Positions that a copy of a prompt computes; one that keys are copied for counts as computed."""
+        shares = self.runner.fast_forward.shares and not standing_hooks(self.host.model)
+        return 1 if shares else bucket.tokens.shape[1]
+
     def _prepared(self) -> Iterator[tuple[Bucket, Shared, Values]]:
         """Every bucket of prompts with what its interventions share, and what replaced units are set to."""
-        buckets, room = list(self.split.buckets(self.batch_size)), _KEPT_BYTES
-        for i, bucket in enumerate(tqdm(buckets, desc="circuits", unit="batch", disable=not self.progress, leave=False)):
-            # At most: keys and values of every layer, and the residual stream.
-            room -= bucket.tokens.numel() * (2 * self.host.model.cfg.n_layers + 1) * self.host.model.cfg.d_model * 4
+        groups, room = self._groups(), _KEPT_BYTES
+        for i, group in enumerate(tqdm(groups, desc="circuits", unit="batch", disable=not self.progress, leave=False)):
+            room -= self._bytes(group)
             if i in self._kept:
                 yield self._kept[i]
                 continue
-            prepared = bucket, self.runner.share(bucket.tokens), self.reference(bucket)
+            prepared = self._shared(group)
             if self.keep and room >= 0:
                 self._kept[i] = prepared
             yield prepared
+
+    def _groups(self) -> list[list[Bucket]]:
+        """Buckets that run together: of as many prompts as a batch may have, while what they share is small."""
+        groups: list[list[Bucket]] = []
+        joins = self.runner.fast_forward.joins and self.split.metric is None  # which bounds its buckets by the vocabulary
+        for bucket in self.split.buckets(self.batch_size):
+            group = [*groups[-1], bucket] if groups and joins and groups[-1][0].tokens.shape[1] > 1 else [bucket]
+            fits = sum(len(each.index) for each in group) <= self.batch_size and self._bytes(group) <= _JOINED_BYTES
+            if len(group) > 1 and fits:
+                groups[-1] = group
+            else:
+                groups.append([bucket])
+        return groups
+
+    def _bytes(self, group: Sequence[Bucket]) -> int:
+        """At most: keys and values of every layer, and the residual stream."""
+        cfg: Any = self.host.model.cfg
+        positions = sum(len(bucket.index) for bucket in group) * group[-1].tokens.shape[1]  # the longest comes last
+        return positions * (2 * cfg.n_layers + 1) * cfg.d_model * 4
+
+    def _shared(self, group: Sequence[Bucket]) -> tuple[Bucket, Shared, Values]:
+        """What interventions on a group share; of several buckets, of their last positions."""
+        parts = [(self.runner.share(bucket.tokens), self.reference(bucket)) for bucket in group]
+        if len(group) == 1:
+            return group[0], *parts[0]
+        values = {
+            site: torch.cat(
+                [of[site][:, -1:].expand(len(bucket.index), -1, -1) for bucket, (_, of) in zip(group, parts, strict=True)]
+            )
+            for site in parts[0][1]
+        }
+        return Bucket.joined(group), self.runner.join([shared for shared, _ in parts]), values

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformer_lens.hook_points import HookPoint
@@ -131,15 +131,18 @@ def after_prefix(
     keys: Float[Tensor, "batch prefix key_head d_head"],
     values: Float[Tensor, "batch prefix key_head d_head"],
     scale: float,
+    padding: Bool[Tensor, "batch prefix"] | None = None,
 ) -> Float[Tensor, "rows 1 head d_head"]:
     """softmax(q [keys, k]^T * scale) [values, v] of one position, in rows that are copies of a batch and share what is before it.
 
-    Nothing is copied: all copies' queries are multiplied with the one prefix that they share.
+    Nothing is copied: all copies' queries are multiplied with the one prefix that they share. padding: the places of a row's
+    prefix that hold nothing.
     """
     sizes: dict[str, int] = {"batch": len(keys), "key_head": keys.shape[2]}
     q = rearrange(q, "(copy batch) 1 (key_head group) d -> batch key_head copy group d", **sizes)
     k, v = (rearrange(x, "(copy batch) 1 key_head d -> batch key_head copy 1 d", **sizes) for x in (k, v))
     before = q.flatten(2, 3) @ rearrange(keys, "batch pos key_head d -> batch key_head d pos")
+    before = before if padding is None else before.masked_fill(padding[:, None, None, :], -torch.inf)
     own = (q * k).sum(-1, keepdim=True).flatten(2, 3)
     pattern = F.softmax(torch.cat([before, own], dim=-1) * scale, dim=-1)
     z = pattern[..., :-1] @ rearrange(values, "batch pos key_head d -> batch key_head pos d")

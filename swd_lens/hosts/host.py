@@ -6,7 +6,7 @@
    earlier positions, which copies of a batch hold once. `frozen`: a host without gradients of its own.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -241,6 +241,11 @@ class Host(Protocol):
 
     def share_prefix(self, register: Register) -> bool:
         """Have the layers that can attend to a repeated prefix without copying it do so until the undo; False where none can."""
+        ...
+
+    def join_prefixes(self, prefixes: Sequence[Any]) -> Any:
+        """One prefix for the rows of several, which keep the same layers and may have other lengths; None where this host
+        cannot."""
         ...
 
     def guard(self, reason: str, register: Register) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -68,11 +69,11 @@ class Unusable(Exception):
 @with_torch_defaults
 @dataclass(frozen=True)
 class Bucket:
-    """Prompts of one length.
+    """Prompts of one length, or of several (`joined`).
 
     Attributes:
         index: (batch,) which examples of the split these are.
-        tokens: (batch, pos).
+        tokens: (batch, pos); of several lengths, the shorter ones stand at the end of their rows, behind zeros.
         answers, distractors: (batch, answer) weights over `token_ids`; each row sums to 1 over its tokens, so a product with
             logits is a mean. With a metric they have no columns.
         token_ids: (answer,) the tokens whose logits the margin needs: pass them to `host.last_logits(tokens, token_ids=...)`.
@@ -92,6 +93,20 @@ class Bucket:
     corrupt: tuple[Int[Tensor, " _pos"] | None, ...]
     examples: tuple[TaskExample, ...]
     metric: Callable[..., Any] | None = None
+
+    @classmethod
+    def joined(cls, buckets: Sequence["Bucket"]) -> "Bucket":
+        """One bucket of several of the same split, for runs that compute the last position alone."""
+        first, longest = buckets[0], max(bucket.tokens.shape[1] for bucket in buckets)
+        return replace(
+            first,
+            index=torch.cat([bucket.index for bucket in buckets]),
+            tokens=torch.cat([F.pad(bucket.tokens, (longest - bucket.tokens.shape[1], 0)) for bucket in buckets]),
+            answers=torch.cat([bucket.answers for bucket in buckets]),
+            distractors=torch.cat([bucket.distractors for bucket in buckets]),
+            corrupt=tuple(tokens for bucket in buckets for tokens in bucket.corrupt),
+            examples=tuple(example for bucket in buckets for example in bucket.examples),
+        )
 
     def margin(self, logits: Float[Tensor, "*runs batch _columns"]) -> Float[Tensor, "*runs batch"]:
         """Mean answer logit minus mean distractor logit, per prompt (float32), or what the metric gives. logits: at the

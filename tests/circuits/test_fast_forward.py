@@ -8,6 +8,7 @@ import torch
 
 from swd_lens.circuits import attribute, evaluate
 from swd_lens.circuits import fast_forward as fast_forward_module
+from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.fast_forward import FastForward, Runner, find_fast_forward
 from swd_lens.hosts import Start, host_of
 from swd_lens.units import attach
@@ -166,6 +167,26 @@ def test_a_host_that_lies_changes_no_number(model, every, monkeypatch, positions
     torch.testing.assert_close(again.means[site], scores.means[site])
     assert rows["q keep"].tolist() == pytest.approx(curve.rows["q keep"].tolist(), abs=1e-5)
     assert rows["q ablate"].tolist() == pytest.approx(curve.rows["q ablate"].tolist(), abs=1e-5)
+
+
+def test_a_joined_prefix_that_lies_is_not_used(model, every, monkeypatch):
+    site, join = "blocks.1.attn_o", type(host_of(model)).join_prefixes
+    scores = attribute(model, {site: every[site]}, TRAIN)
+    curve = evaluate(model, {site: every[site]}, SPLIT, scores, grid=[5])
+
+    def unmasked(self, prefixes):
+        joined = join(self, prefixes)
+        for entry in joined.entries:
+            entry.padding = torch.zeros_like(entry.padding)
+        return joined
+
+    with attach(model, {site: every[site]}) as attachment:
+        found = find_fast_forward(host_of(model), attachment.sites, attachment.factors, SPLIT, "scoring", dense=DenseCache())
+        assert found.joins and found.shares
+    monkeypatch.setattr(type(host_of(model)), "join_prefixes", unmasked)
+    with pytest.warns(UserWarning, match="joins"):
+        again = evaluate(model, {site: every[site]}, SPLIT, scores, grid=[5])
+    assert again.rows["q keep"].tolist() == pytest.approx(curve.rows["q keep"].tolist(), abs=1e-5)
 
 
 def test_a_host_that_keeps_no_prefix_gives_the_same_scores_and_curves(model, every, monkeypatch):

@@ -33,6 +33,32 @@ def test_the_number_of_interventions_does_not_change_the_size_of_a_run(model, ev
     assert largest[0] <= largest[1] <= 64 and calls[1] > 3 * calls[0]
 
 
+def test_prompts_of_several_lengths_run_together_and_keep_their_order(model, every, monkeypatch):
+    """Joined or one length after the other: the same margins at the same places, and the runs are as bounded."""
+    factors, kind, rows = {"blocks.1.attn_o": every["blocks.1.attn_o"]}, type(host_of(model)), []
+    plain, scores = kind.last_logits, attribute(model, factors, TRAIN)
+    assert len({len(tokens) for tokens in TEST.tokens}) > 2
+
+    def counted(self, tokens, *arguments, **options):
+        rows.append(len(tokens))
+        return plain(self, tokens, *arguments, **options)
+
+    monkeypatch.setattr(kind, "last_logits", counted)
+    joined = evaluate(model, factors, TEST, scores, random_sets=5)
+    together, largest = len(rows), max(rows)
+    rows.clear()
+    bounded = evaluate(model, factors, TEST, scores, random_sets=5, tokens_per_forward=len(TEST) + 1)
+    assert max(rows) <= len(TEST) + 1 < largest
+    rows.clear()
+    monkeypatch.setattr("swd_lens.circuits.interventions._JOINED_BYTES", 0)
+    alone = evaluate(model, factors, TEST, scores, random_sets=5)
+    if kind.__name__ == "HookedTransformerHost":
+        assert together < len(rows)
+    for other in (bounded, alone):
+        for name, margins in joined.margins.items():
+            torch.testing.assert_close(other.margins[name], margins, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("positions", ["scoring", "all"])
 def test_keeping_all_and_ablating_none_are_the_replacement_with_all_units_to_the_bit(model, every, positions):
     factors = every

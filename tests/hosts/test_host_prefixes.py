@@ -7,8 +7,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import swd_lens as swd
+from swd_lens.base.undo import Undo
 from swd_lens.hosts import Start, host_of
 from tests import families
 from tests.hosts.test_families import relative
@@ -29,6 +31,29 @@ def test_copies_of_the_batch_keep_to_their_own_prefix(kind, family, kept):
         assert relative(host.last_logits(copies, prefix), whole) < 1e-5
         resid = host.residual(copies, 1, prefix)
         assert relative(host.last_logits(copies, prefix, start=Start(1, resid)), whole) < 1e-5
+
+
+@pytest.mark.quick_cases(6)
+@pytest.mark.parametrize("shared", [False, True])
+@every_host
+def test_rows_of_several_lengths_go_on_behind_one_prefix(kind, family, shared):
+    model, _, tokens = loaded(kind, family)
+    host, short = host_of(model), tokens[:, 3:]
+    joined = host.join_prefixes([host.freeze_prefix(each) for each in (short, tokens)])
+    if kind == "bridge":
+        assert joined is None
+        return
+    rows, undo = torch.cat([F.pad(short, (3, 0)), tokens]).repeat(3, 1), Undo()
+    rows[:, -1] = torch.arange(len(rows))  # copies end in different tokens
+    with undo, torch.no_grad():
+        n = len(tokens)
+        whole = torch.stack([host.run(row[None, 0 if i % (2 * n) >= n else 3 :])[0, -1] for i, row in enumerate(rows)])
+        if shared:
+            host.share_prefix(undo.push)
+        for layer in (0, 1):
+            prefix = host.repeat_prefix(joined, 3, layer)
+            start = None if layer == 0 else Start(1, host.residual(rows, 1, host.repeat_prefix(joined, 3)))
+            assert relative(host.last_logits(rows, prefix, start=start), whole) < 1e-5
 
 
 @pytest.mark.quick_cases(5)

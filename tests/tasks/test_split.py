@@ -7,6 +7,7 @@ import torch
 
 from swd_lens.base.errors import TaskError
 from swd_lens.tasks import Task, TaskExample
+from swd_lens.tasks.split import Bucket
 from tests.micro import random_split, split_of
 from tests.tasks.test_task import GOOD, PROMPTS, FakeHost
 
@@ -65,6 +66,20 @@ def test_buckets_hold_every_prompt_once_and_one_length_each():
             assert torch.equal(tokens, split.tokens[i])
             seen.append(i)
     assert sorted(seen) == list(range(50))
+
+
+def test_buckets_of_several_lengths_are_joined_at_the_end_of_their_rows():
+    split = random_split()
+    buckets = list(split.buckets())
+    joined = Bucket.joined(buckets)
+    assert len(buckets) > 1 and sorted(joined.index.tolist()) == list(range(len(split)))
+    for i, row, example in zip(joined.index.tolist(), joined.tokens, joined.examples, strict=True):
+        n = len(split.tokens[i])
+        assert torch.equal(row[-n:], split.tokens[i]) and not row[:-n].any() and example is split.examples[i]
+    logits = torch.randn(len(split), split.d_vocab)
+    for bucket in buckets:
+        at = [joined.index.tolist().index(i) for i in bucket.index.tolist()]
+        assert torch.equal(joined.margin(logits)[at], bucket.margin(logits[at]))
 
 
 def test_a_metric_takes_the_margins_place():

@@ -11,7 +11,7 @@
    Both ask `__reduce_ex__`; what only a pickle looks at is the `_Ticket` in `OnlyCopied`'s answer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -150,6 +150,9 @@ class BridgeHost(BridgeRuns, Host):
 
     def share_prefix(self, register: Register) -> bool:
         return False
+
+    def join_prefixes(self, prefixes: Sequence[Any]) -> Any:
+        return None
 
     def guard(self, reason: str, register: Register) -> None:
         # model.W_Q, ..., model.W_out and all that is made of them go through one method, in both versions.

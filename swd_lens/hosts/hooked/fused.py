@@ -77,7 +77,8 @@ class Fused:
             return type(attn).calculate_z_scores(attn, v, pattern)
         if prefix is not None:
             keys, values = prefix.rotated(attn), prefix.kept.past_values
-            return leave_at_z(attn, attn.hook_z(after_prefix(q, k, v, keys, values, 1.0 / attn.attn_scale)))
+            padding = getattr(prefix.kept, "padding", None)
+            return leave_at_z(attn, attn.hook_z(after_prefix(q, k, v, keys, values, 1.0 / attn.attn_scale, padding)))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         z = weighted_values(q, k, v, 1.0 / attn.attn_scale, None)
         return leave_at_z(attn, attn.hook_z(z.transpose(1, 2)))

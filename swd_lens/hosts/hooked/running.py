@@ -1,11 +1,12 @@
 """Running parts of a HookedTransformer: prefixes that are kept, starting at a block, and unembedding a few tokens only.
 
 1. `HookedRuns` is the part of the host that runs it; see `swd_lens.hosts.Host`.
-2. A prefix is TransformerLens' frozen cache of keys and values. Repeated for copies of the batch it keeps them once.
+2. A prefix is TransformerLens' frozen cache of keys and values. Repeated for copies of the batch it keeps them once. Prefixes of
+   several lengths are joined as TransformerLens has batches of several lengths: padded at their beginning.
 3. In a short last block all positions but the last are run to their keys and values only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -46,8 +47,26 @@ class _RepeatedEntry(TransformerLensKeyValueCacheEntry):
         if attn.cfg.positional_embedding_type != "rotary":
             return self.kept.past_keys
         if not hasattr(self.kept, "rotated"):
-            self.kept.rotated = type(attn).apply_rotary(attn, self.kept.past_keys, 0, None)
+            padding = getattr(self.kept, "padding", None)
+            mask = None if padding is None else (~padding).long()
+            self.kept.rotated = type(attn).apply_rotary(attn, self.kept.past_keys, 0, mask)
         return self.kept.rotated
+
+
+class _JoinedEntry(TransformerLensKeyValueCacheEntry):
+    """One layer's keys and values of several batches. padding: (rows, prefix), where there are none."""
+
+    def __init__(self, entries: Sequence[Any], padding: Tensor, kept: bool):
+        longest = padding.shape[1]
+
+        def joined(parts: list[Tensor]) -> Tensor:
+            if not kept:  # as `shape_only`
+                return parts[0].new_zeros(1, 1, 1, 1).expand(len(padding), longest, *parts[0].shape[2:])
+            return torch.cat([F.pad(part, (0, 0, 0, 0, longest - part.shape[1], 0)) for part in parts])
+
+        keys, values = ([getattr(entry, name) for entry in entries] for name in ("past_keys", "past_values"))
+        super().__init__(joined(keys), joined(values), frozen=True)
+        self.padding = padding
 
 
 class _PartialCache(TransformerLensKeyValueCache):
@@ -134,6 +153,13 @@ class HookedRuns:
         mask = prefix.previous_attention_mask.repeat(times, 1)
         first = max(from_layer, getattr(prefix, "from_layer", 0))
         return _PartialCache(entries, mask, first)
+
+    def join_prefixes(self, prefixes: Sequence[Any]) -> Any:
+        masks = [prefix.previous_attention_mask for prefix in prefixes]
+        longest, first = max(mask.shape[1] for mask in masks), getattr(prefixes[0], "from_layer", 0)
+        mask = torch.cat([F.pad(mask, (longest - mask.shape[1], 0)) for mask in masks])
+        layers = enumerate(zip(*(prefix.entries for prefix in prefixes), strict=True))
+        return _PartialCache([_JoinedEntry(entries, mask == 0, layer >= first) for layer, entries in layers], mask, first)
 
     def residual(
         self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None, start: Start | None = None
