@@ -7,11 +7,11 @@
 3. On a path the logarithm of the KL rises with the sparsity nearly in a straight line. Where it meets the goal is interpolated
    between what was measured (`next_sparsity`), in at most STEPS factorizations; the next path begins where the last one ended.
    Budgets of several matrices are equal, or keep the proportions of given ones (`scaled`; `allocate` makes some).
-   KL has a long tail: on the judged rows alone its standard error is up to a quarter of it. So the end of a path is measured on
-   fitted rows, too, WIDE tokens in all; their KL counts times how much larger the units' error is on the judged rows. The
-   path's other trials are then seen in that light, and where the end keeps the goal no more, or has room, the search goes on.
 4. Of the paths' ends the one is taken whose effects on next tokens of the calibration text take the fewest edges
-   (circuits/concentration.py).
+   (circuits/concentration.py). KL has a long tail: on the judged rows alone its standard error is up to a quarter of it. So this
+   end is measured on fitted rows, too, WIDE tokens in all; their KL counts times how much larger the units' error is on the
+   judged rows. The path's other trials are then seen in that light; where the end keeps the goal no more, or has room, the
+   search goes on, and if another path's end takes fewer edges now, it is its turn.
 5. The set's provenance["goal"] says what was tried (`FactorSet.tried`). With a folder every trial lies in it with what was
    measured until the search is over, so that an interrupted one goes on.
 """
@@ -52,7 +52,7 @@ SPARSEST, DENSEST, FINEST = 0.98, 0.02, 0.005  # sparsities, and the least step 
 _SLOPE = 9.0  # of the logarithm of the KL over the sparsity, until two are measured (SmolLM2 and the embedded model: 6 to 15)
 _ROWS, _CONTEXT = 64, 24  # of the text whose next tokens are looked at
 _FARTHEST = 0.25  # that a first guess goes on from what was measured
-WIDE = 16_384  # tokens, judged and fitted ones together, that the end of a path is measured on
+WIDE = 16_384  # tokens, judged and fitted ones together, that what is taken is measured on
 _MOST = math.log(4.0)  # that more text shifts the logarithms of what the judged rows say, at most
 
 # The paths; "as given" is the caller's.
@@ -199,39 +199,56 @@ class GoalSearch:
     def run(self, progress: bool) -> tuple[dict[str, Any], FactorSet | None]:
         """The row of the best end of a path, and its factors, if they were made now. Raises GoalError: nothing that was tried
         keeps the goal; BudgetError: or nothing could be made."""
-        start, best, factors = 0.5, None, None
+        ends: dict[str, dict[str, Any]] = {}
+        starts, looked, start = {}, set(), 0.5
+        factors: FactorSet | None = None  # of the cheapest end
         title = f"factors of {self.goal}"
         with tqdm(total=len(self.paths) * STEPS, desc=title, unit="trial", disable=not progress, leave=False) as bar:
             for number, path in enumerate(self.paths, 1):
-                end, made = self._end_of(path, start, bar)
+                starts[path] = start
+                end, made = self._end_of(path, start, bar, looks=False)
                 bar.update(number * STEPS - bar.n)
-                if end is None:
-                    continue
-                start = end["s"]
-                if len(self.paths) > 1 and end.get("text edges") is None:
-                    made = made or self.made(path, end["s"])
-                    # Edges that carry half of the effect on a next token of the calibration text.
-                    rows = next(self.text.batches(_ROWS))
-                    context = max(1, min(_CONTEXT, rows.shape[1] - 2))
-                    exclude = self.text.counting.ids or None
-                    end["text edges"] = concentration(self.model, made, rows, context=context, exclude=exclude).edges
-                    self._write()
-                if best is None or end.get("text edges", 0.0) < best["text edges"]:
-                    best, factors = end, made
-        if best is None and not self.trials:
+                if end is not None:
+                    ends[path], start = end, end["s"]
+                    made = self._count_text_edges(path, end, made)
+                    factors = made if end is _cheapest(ends) else factors
+            # The cheapest end is measured on more text, until the cheapest is one that was.
+            while ends and self.wide is not None and (best := _cheapest(ends))["method"] not in looked:
+                path, made = best["method"], factors
+                looked.add(path)
+                end, made = self._end_of(path, starts[path], bar, looks=True)
+                del ends[path]
+                if end is not None:
+                    ends[path] = end
+                    made = self._count_text_edges(path, end, made)
+                factors = made if end is not None and end is _cheapest(ends) else None
+        if not ends and not self.trials:
             assert self.refused is not None
             raise self.refused
-        if best is None:
-            least = min(self.trials, key=lambda trial: trial["excess"])
+        if not ends:
+            least = min(self.trials, key=lambda trial: (trial["excess"] <= 1, trial["excess"]))
             raise GoalError(
                 f"nothing that was tried keeps the goal ({self.goal}): nearest came KL {least['KL']:.3g}, CE delta "
                 f"{least['CE delta']:+.3g} at s={least['s']:g}; give a larger goal, fewer sites, or exact units "
                 "(swd_lens.train.baselines.neurons, svd), which leave the model as it is"
             )
-        return best, factors
+        return _cheapest(ends), factors
 
-    def _end_of(self, path: str, start: float, bar: Any) -> tuple[dict[str, Any] | None, FactorSet | None]:
-        """The sparsest trial of a path that keeps the goal, and its factors, if they were made now."""
+    def _count_text_edges(self, path: str, end: dict[str, Any], made: FactorSet | None) -> FactorSet | None:
+        """Write into an end's row how many edges carry half of the effect on a next token of the calibration text, where paths
+        are compared by it; its factors, where they were made."""
+        if len(self.paths) > 1 and end.get("text edges") is None:
+            made = made or self.made(path, end["s"])
+            rows = next(self.text.batches(_ROWS))
+            context = max(1, min(_CONTEXT, rows.shape[1] - 2))
+            exclude = self.text.counting.ids or None
+            end["text edges"] = concentration(self.model, made, rows, context=context, exclude=exclude).edges
+            self._write()
+        return made
+
+    def _end_of(self, path: str, start: float, bar: Any, *, looks: bool) -> tuple[dict[str, Any] | None, FactorSet | None]:
+        """The sparsest trial of a path that keeps the goal, and its factors, if they were made now. looks: whether it is measured
+        on more text, too; held: factors of the end without looking, where they are there."""
         rows: dict[float, dict[str, Any] | None] = {}
         end: dict[str, Any] | None = None
         made: FactorSet | None = None
@@ -256,7 +273,7 @@ class GoalSearch:
                 bar.set_postfix_str(f"{path} s={s:g}")
                 rows[s], last = self._trial(path, s)
                 bar.update()
-            elif end is None or self.wide is None or end["s"] in looked:
+            elif end is None or not looks or end["s"] in looked:
                 return end, made
             else:  # by the judged rows nothing is left to look at: see whether more text says so, too
                 bar.set_postfix_str(f"{path} s={end['s']:g}, on more text")
@@ -359,6 +376,11 @@ class GoalSearch:
             found.save(self.folder)
             shutil.rmtree(self.folder / _TRIALS, ignore_errors=True)
         return found
+
+
+def _cheapest(ends: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The end whose effects take the fewest edges; of a single path there is no other."""
+    return min(ends.values(), key=lambda end: end.get("text edges", 0.0))
 
 
 def _log(excess: float) -> float:

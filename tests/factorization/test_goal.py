@@ -123,10 +123,10 @@ def test_what_more_text_says_counts(flattering, monkeypatch):
 
     monkeypatch.setattr(GoalSearch, "_trial", trial)
     monkeypatch.setattr(GoalSearch, "_measure_wide", wide)
-    end, _ = search._end_of("as given", 0.5, tqdm(disable=True))
+    end, _ = search._end_of("as given", 0.5, tqdm(disable=True), looks=search.wide is not None)
     assert 0.8 <= true_kl(end["s"]) <= 1.0 and len(calls) <= STEPS + LOOKS
     search.wide = None
-    alone, _ = search._end_of("as given", 0.5, tqdm(disable=True))
+    alone, _ = search._end_of("as given", 0.5, tqdm(disable=True), looks=search.wide is not None)
     assert flattering * true_kl(alone["s"]) <= 1.06
 
 
