@@ -19,20 +19,21 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from swd_lens.base.errors import BudgetError, GoalError, ResumeError, TokenError, legible
 from swd_lens.base.progress import tqdm
-from swd_lens.base.sealed import read_sealed, write_sealed
+from swd_lens.base.step_cache import CALL, FOLDER, StepCache
 from swd_lens.base.writer import writing
 from swd_lens.circuits.concentration import concentration
 from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factorization.calibration_text import CalibrationText
-from swd_lens.factorization.checkpoint import differences, host_fingerprint
+from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts.beginnings import text_for
 from swd_lens.hosts.sites import Site, side_of_units
 from swd_lens.solver import DEFAULT_PRESET
@@ -51,7 +52,7 @@ _FARTHEST = 0.25  # that a first guess goes on from what was measured
 # The paths; "as given" is the caller's.
 PRUNED, SVD_PRUNED, SWD, FROM_NEURONS = "Neurons pruned", "SVD pruned", "SWD", "SWD from neurons"
 GIVEN = "as given"
-_FILE, _TRIALS = "goal.json", "trials"
+_TRIALS = "trials"
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ class GoalSearch:
     folder: Path | None = None  # that trials lie in until the search is over
     asked: Mapping[str, Any] = field(default_factory=dict)  # what a search that goes on has to have been asked, as plain values
     trials: list[dict[str, Any]] = field(default_factory=list)  # a row for each factorization, in their order
+    parts: StepCache = field(default_factory=lambda: StepCache(None))  # of the folder: what was measured of the trials
     dense: DenseCache = field(default_factory=DenseCache)  # what all trials share of the dense host's runs
     refused: BudgetError | None = None  # why the last sparsity that had too few edges could not be made
 
@@ -187,14 +189,9 @@ class GoalSearch:
                 if end is None:
                     continue
                 start = end["s"]
-                if len(self.paths) > 1 and end.get("text edges") is None:
-                    made = made or self.made(path, end["s"])
-                    # Edges that carry half of the effect on a next token of the calibration text.
-                    rows = next(self.text.batches(_ROWS))
-                    context = max(1, min(_CONTEXT, rows.shape[1] - 2))
-                    exclude = self.text.counting.ids or None
-                    end["text edges"] = concentration(self.model, made, rows, context=context, exclude=exclude).edges
-                    self._write()
+                if len(self.paths) > 1:
+                    ask = partial(self._text_edges, path, end["s"], made)
+                    end |= self.parts.values(("text edges", path, f"{start:g}"), ask, dict)
                 if best is None or end.get("text edges", 0.0) < best["text edges"]:
                     best, factors = end, made
         if best is None and not self.trials:
@@ -208,6 +205,13 @@ class GoalSearch:
                 "(swd_lens.train.baselines.neurons, svd), which leave the model as it is"
             )
         return best, factors
+
+    def _text_edges(self, path: str, s: float, made: FactorSet | None) -> dict[str, Any]:
+        """Edges that carry half of the effect on a next token of the calibration text."""
+        rows = next(self.text.batches(_ROWS))
+        context, exclude = max(1, min(_CONTEXT, rows.shape[1] - 2)), self.text.counting.ids or None
+        found = concentration(self.model, made or self.made(path, s), rows, context=context, exclude=exclude)
+        return {"text edges": found.edges}
 
     def _end_of(self, path: str, start: float, bar: Any) -> tuple[dict[str, Any] | None, FactorSet | None]:
         """The sparsest trial of a path that keeps the goal, and its factors, if they were made now."""
@@ -225,27 +229,31 @@ class GoalSearch:
         return end, made
 
     def _trial(self, path: str, s: float) -> tuple[dict[str, Any] | None, FactorSet | None]:
-        """Make and measure factors of a path at a sparsity; None where they have too few edges to be made."""
+        """Make and measure factors of a path at a sparsity, now or earlier; None where they have too few edges to be made."""
         for row in self.trials:
             if (row["method"], row["s"]) == (path, s):
                 return row, None
-        began = time.monotonic()
+        factors: list[FactorSet] = []
+
+        def measured() -> dict[str, Any]:
+            began = time.monotonic()
+            factors.append(self.made(path, s))
+            found = fidelity(self.model, factors[0], self.heldout, dense=self.dense)
+            n, kl_se = len(found.kl_rows), None
+            mean = sum(found.kl_rows) / max(n, 1)
+            if n > 1:
+                kl_se = (sum((each - mean) ** 2 for each in found.kl_rows) / (n - 1) / n) ** 0.5
+            row = {"method": path, "s": s, "edges": factors[0].edges, "KL": found.kl, "KL se": kl_se}
+            row |= {"CE delta": found.ce_delta, "CE delta se": found.ce_delta_se}
+            return row | {"excess": self.goal.excess(row), "seconds": round(time.monotonic() - began, 2)}
+
         try:
-            factors = self.made(path, s)
+            row = self.parts.values(("trial", path, f"{s:g}"), measured, dict)
         except BudgetError as too_few_edges:
             self.refused = too_few_edges
             return None, None
-        measured = fidelity(self.model, factors, self.heldout, dense=self.dense)
-        n, kl_se = len(measured.kl_rows), None
-        mean = sum(measured.kl_rows) / max(n, 1)
-        if n > 1:
-            kl_se = (sum((each - mean) ** 2 for each in measured.kl_rows) / (n - 1) / n) ** 0.5
-        row = {"method": path, "s": s, "edges": factors.edges, "KL": measured.kl, "KL se": kl_se}
-        row |= {"CE delta": measured.ce_delta, "CE delta se": measured.ce_delta_se}
-        row |= {"excess": self.goal.excess(row), "seconds": round(time.monotonic() - began, 2)}
         self.trials.append(row)
-        self._write()
-        return row, factors
+        return row, factors[0] if factors else None
 
     def made(self, path: str, s: float) -> FactorSet:
         """Factors of a path at a sparsity; with a folder those that lie there, where they do."""
@@ -260,34 +268,20 @@ class GoalSearch:
     @contextmanager
     def held(self, overwrite: bool) -> Iterator[None]:
         """Hold the folder for this search, and take over the trials of an interrupted call. Raises ResumeError: it holds the
-        trials of another search (every difference is named)."""
-        with ExitStack() as stack:
-            if self.folder is not None:
-                stack.enter_context(writing(self.folder, "factorize"))
-                self._take_over(self.folder / _FILE, overwrite)
+        trials of another search (every difference is named), or factors that were made without a goal."""
+        if self.folder is None:
             yield
-
-    def _take_over(self, path: Path, overwrite: bool) -> None:
-        if overwrite:
-            path.unlink(missing_ok=True)
-            shutil.rmtree(path.parent / _TRIALS, ignore_errors=True)
-        elif not path.is_file() and (path.parent / INDEX).is_file():
-            raise ResumeError(
-                f"{path.parent} holds something else: its factors were made without a goal; give another folder, or "
-                "overwrite=True to start again"
-            )
-        elif path.is_file():
-            held = read_sealed(path, "the trials of a goal")
-            if changed := differences(held["asked"], self.asked):
+            return
+        with writing(self.folder, "factorize"):
+            if overwrite:
+                shutil.rmtree(self.folder / _TRIALS, ignore_errors=True)
+            elif (self.folder / INDEX).is_file() and not (self.folder / FOLDER / CALL).is_file():
                 raise ResumeError(
-                    f"{path.parent} holds something else: {'; '.join(changed)}; give another folder, or overwrite=True to "
-                    "start again"
+                    f"{self.folder} holds something else: its factors were made without a goal; give another folder, or "
+                    "overwrite=True to start again"
                 )
-            self.trials = held["trials"]
-
-    def _write(self) -> None:
-        if self.folder is not None:
-            write_sealed(self.folder / _FILE, {"asked": self.asked, "trials": self.trials})
+            self.parts = StepCache(self.folder, self.asked, overwrite=overwrite)
+            yield
 
     def saved(self, chosen: Mapping[str, Any], factors: FactorSet | None) -> FactorSet:
         """Make the set that was found, with what was tried in its provenance. A folder then holds it, without the factors of
