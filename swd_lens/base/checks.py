@@ -44,7 +44,7 @@ def bounded(
 OURS = frozenset(
     {
         *("factors", "parts", "finetune", "trials", "shards", "weights", "model", "features", "screen"),  # folders
-        *("run.json", "factors.json", "units.json", "best.json", "goal.json", "call.json", "result.json"),
+        *("run.json", "factors.json", "units.json", "best.json", "call.json", "result.json"),
         *("replacement.json", "graph-metadata.json", "source.json", "config.json"),
         *("log.jsonl", "checkpoint.safetensors", "circuit.safetensors", "samples.txt", "report.html", "paper.html"),
         "index.html",

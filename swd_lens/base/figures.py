@@ -68,6 +68,8 @@ def new_figure(rows: int = 1, columns: int = 1, *, width: float | int = 4.2, hei
         ax.grid(True, color=GRID, linewidth=0.6)
         ax.spines[["top", "right"]].set_visible(False)
         ax.tick_params(colors=INK, labelsize=8)
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.label.set(size=9, color=INK)
         ax.set_axisbelow(True)
     return figure, axes
 

@@ -23,20 +23,21 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from swd_lens.base.errors import BudgetError, GoalError, ResumeError, TokenError, legible
 from swd_lens.base.progress import tqdm
-from swd_lens.base.sealed import read_sealed, write_sealed
+from swd_lens.base.step_cache import CALL, FOLDER, StepCache
 from swd_lens.base.writer import writing
 from swd_lens.circuits.concentration import concentration
 from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factorization.calibration_text import CalibrationText
-from swd_lens.factorization.checkpoint import differences, host_fingerprint
+from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts.beginnings import text_for
 from swd_lens.hosts.sites import Site, side_of_units
 from swd_lens.solver import DEFAULT_PRESET
@@ -58,7 +59,7 @@ _MOST = math.log(4.0)  # that more text shifts the logarithms of what the judged
 # The paths; "as given" is the caller's.
 PRUNED, SVD_PRUNED, SWD, FROM_NEURONS = "Neurons pruned", "SVD pruned", "SWD", "SWD from neurons"
 GIVEN = "as given"
-_FILE, _TRIALS = "goal.json", "trials"
+_TRIALS = "trials"
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,7 @@ class GoalSearch:
     folder: Path | None = None  # that trials lie in until the search is over
     asked: Mapping[str, Any] = field(default_factory=dict)  # what a search that goes on has to have been asked, as plain values
     trials: list[dict[str, Any]] = field(default_factory=list)  # a row for each factorization, in their order
+    parts: StepCache = field(default_factory=lambda: StepCache(None))  # of the folder: what was measured of the trials
     dense: DenseCache = field(default_factory=DenseCache)  # what all trials share of the dense host's runs
     refused: BudgetError | None = None  # why the last sparsity that had too few edges could not be made
 
@@ -210,17 +212,17 @@ class GoalSearch:
                 bar.update(number * STEPS - bar.n)
                 if end is not None:
                     ends[path], start = end, end["s"]
-                    made = self._count_text_edges(path, end, made)
+                    self._count_text_edges(path, end, made)
                     factors = made if end is _cheapest(ends) else factors
             # The cheapest end is measured on more text, until the cheapest is one that was.
             while ends and self.wide is not None and (best := _cheapest(ends))["method"] not in looked:
-                path, made = best["method"], factors
+                path = best["method"]
                 looked.add(path)
-                end, made = self._end_of(path, starts[path], bar, looks=True)
+                end, made = self._end_of(path, starts[path], bar, looks=True, held=factors)
                 del ends[path]
                 if end is not None:
                     ends[path] = end
-                    made = self._count_text_edges(path, end, made)
+                    self._count_text_edges(path, end, made)
                 factors = made if end is not None and end is _cheapest(ends) else None
         if not ends and not self.trials:
             assert self.refused is not None
@@ -234,90 +236,93 @@ class GoalSearch:
             )
         return _cheapest(ends), factors
 
-    def _count_text_edges(self, path: str, end: dict[str, Any], made: FactorSet | None) -> FactorSet | None:
+    def _count_text_edges(self, path: str, end: dict[str, Any], made: FactorSet | None) -> None:
         """Write into an end's row how many edges carry half of the effect on a next token of the calibration text, where paths
-        are compared by it; its factors, where they were made."""
-        if len(self.paths) > 1 and end.get("text edges") is None:
-            made = made or self.made(path, end["s"])
-            rows = next(self.text.batches(_ROWS))
-            context = max(1, min(_CONTEXT, rows.shape[1] - 2))
-            exclude = self.text.counting.ids or None
-            end["text edges"] = concentration(self.model, made, rows, context=context, exclude=exclude).edges
-            self._write()
-        return made
+        are compared by it."""
 
-    def _end_of(self, path: str, start: float, bar: Any, *, looks: bool) -> tuple[dict[str, Any] | None, FactorSet | None]:
+        def count() -> dict[str, Any]:
+            rows = next(self.text.batches(_ROWS))
+            context, exclude = max(1, min(_CONTEXT, rows.shape[1] - 2)), self.text.counting.ids or None
+            factors = made or self.made(path, end["s"])
+            return {"text edges": concentration(self.model, factors, rows, context=context, exclude=exclude).edges}
+
+        if len(self.paths) > 1:
+            end |= self.parts.values(("text edges", path, f"{end['s']:g}"), count, dict)
+
+    def _end_of(
+        self, path: str, start: float, bar: Any, *, looks: bool, held: FactorSet | None = None
+    ) -> tuple[dict[str, Any] | None, FactorSet | None]:
         """The sparsest trial of a path that keeps the goal, and its factors, if they were made now. looks: whether it is measured
         on more text, too; held: factors of the end without looking, where they are there."""
         rows: dict[float, dict[str, Any] | None] = {}
         end: dict[str, Any] | None = None
         made: FactorSet | None = None
         last: FactorSet | None = None
-        s, n, shift = None, 0, 0.0  # shift: of the logarithms of what the judged rows say, by the wider text
-        looked: set[float] = set()  # what was measured on it in this call
+        s, n, n_looks, shift = None, 0, 0, 0.0  # shift: of the logarithms of what the judged rows say, by the wider text
 
-        def log(s: float, row: dict[str, Any] | None) -> float:
-            if row is None:
-                return math.inf
-            return _log(row["excess"]) if s in looked else _log(row.get("excess judged", row["excess"])) + shift
+        def log(row: dict[str, Any] | None) -> float:
+            return math.inf if row is None else _log(row["excess"]) + (0.0 if "excess judged" in row else shift)
 
         while True:
-            points = [(s, log(s, row)) for s, row in rows.items()]
+            points = [(s, log(row)) for s, row in rows.items()]
             kept = max((point[0] for point in points if point[1] <= 0), default=None)
             if kept is None or rows[kept] is not end:
                 end, made = (None, None) if kept is None else (rows[kept], last if kept == s else None)
-            close = CLOSE if looked or self.wide is None else LOOK
-            s = next_sparsity(points, start, close) if n < STEPS + min(len(looked), LOOKS) else None
+            close = CLOSE if n_looks or self.wide is None else LOOK
+            s = next_sparsity(points, start, close) if n < STEPS + min(n_looks, LOOKS) else None
             if s is not None:
                 s, n = round(s, 4), n + 1
                 bar.set_postfix_str(f"{path} s={s:g}")
                 rows[s], last = self._trial(path, s)
                 bar.update()
-            elif end is None or not looks or end["s"] in looked:
+            elif end is None or not looks or "excess judged" in end:
                 return end, made
             else:  # by the judged rows nothing is left to look at: see whether more text says so, too
                 bar.set_postfix_str(f"{path} s={end['s']:g}, on more text")
-                if "excess judged" not in end:
-                    made = made or self.made(path, end["s"])
-                    self._measure_wide(end, made)
-                looked.add(end["s"])
+                measure = partial(self._wide_row, path, end, made if n_looks else made or held)
+                end |= self.parts.values(("more text", path, f"{end['s']:g}"), measure, dict)
+                n_looks += 1
                 shift = min(max(_log(end["excess"]) - _log(end["excess judged"]), -_MOST), _MOST)
 
-    def _measure_wide(self, row: dict[str, Any], factors: FactorSet) -> None:
-        """Measure the end of a path on fitted rows, too, and write what all rows say into its row."""
+    def _wide_row(self, path: str, row: Mapping[str, Any], factors: FactorSet | None) -> dict[str, Any]:
+        """What fitted and judged rows together say of the end of a path, in place of what its row says."""
         assert self.wide is not None
-        judged, fitted = (fidelity(self.model, factors, text, dense=self.dense, local=True) for text in (self.heldout, self.wide))
+        factors = factors or self.made(path, row["s"])
+        how: dict[str, Any] = {"dense": self.dense, "local": True}
+        judged, fitted = (fidelity(self.model, factors, text, **how) for text in (self.heldout, self.wide))
         # Fitted rows flatter: by as much as the units' error there is smaller.
         ratios = [judged.local_relmse[site] / error for site, error in fitted.local_relmse.items() if error > 0]
         flattered = sum(ratios) / len(ratios) if ratios else 1.0
         share = fitted.n_predictions / (judged.n_predictions + fitted.n_predictions)
         ses = [(1 - share) * (_se(judged.kl_rows) or 0.0), share * flattered * (_se(fitted.kl_rows) or 0.0)]
-        row |= {f"{name} judged": row[name] for name in ("KL", "CE delta", "excess")}
-        row["KL"] = (1 - share) * judged.kl + share * flattered * fitted.kl
-        row["KL se"] = math.hypot(*ses)
-        row["CE delta"] = (1 - share) * judged.ce_delta + share * fitted.ce_delta
-        row["CE delta se"] = math.hypot((1 - share) * (judged.ce_delta_se or 0.0), share * (fitted.ce_delta_se or 0.0))
-        row["excess"] = self.goal.excess(row)
-        self._write()
+        ce_ses = [(1 - share) * (judged.ce_delta_se or 0.0), share * (fitted.ce_delta_se or 0.0)]
+        found = {"KL": (1 - share) * judged.kl + share * flattered * fitted.kl, "KL se": math.hypot(*ses)}
+        found |= {"CE delta": (1 - share) * judged.ce_delta + share * fitted.ce_delta, "CE delta se": math.hypot(*ce_ses)}
+        found["excess"] = self.goal.excess(found)
+        return found | {f"{name} judged": row[name] for name in ("KL", "CE delta", "excess")}
 
     def _trial(self, path: str, s: float) -> tuple[dict[str, Any] | None, FactorSet | None]:
-        """Make and measure factors of a path at a sparsity; None where they have too few edges to be made."""
+        """Make and measure factors of a path at a sparsity, now or earlier; None where they have too few edges to be made."""
         for row in self.trials:
             if (row["method"], row["s"]) == (path, s):
                 return row, None
-        began = time.monotonic()
+        factors: list[FactorSet] = []
+
+        def measured() -> dict[str, Any]:
+            began = time.monotonic()
+            factors.append(self.made(path, s))
+            found = fidelity(self.model, factors[0], self.heldout, dense=self.dense)
+            row = {"method": path, "s": s, "edges": factors[0].edges, "KL": found.kl, "KL se": _se(found.kl_rows)}
+            row |= {"CE delta": found.ce_delta, "CE delta se": found.ce_delta_se}
+            return row | {"excess": self.goal.excess(row), "seconds": round(time.monotonic() - began, 2)}
+
         try:
-            factors = self.made(path, s)
+            row = self.parts.values(("trial", path, f"{s:g}"), measured, dict)
         except BudgetError as too_few_edges:
             self.refused = too_few_edges
             return None, None
-        measured = fidelity(self.model, factors, self.heldout, dense=self.dense)
-        row = {"method": path, "s": s, "edges": factors.edges, "KL": measured.kl, "KL se": _se(measured.kl_rows)}
-        row |= {"CE delta": measured.ce_delta, "CE delta se": measured.ce_delta_se}
-        row |= {"excess": self.goal.excess(row), "seconds": round(time.monotonic() - began, 2)}
         self.trials.append(row)
-        self._write()
-        return row, factors
+        return row, factors[0] if factors else None
 
     def made(self, path: str, s: float) -> FactorSet:
         """Factors of a path at a sparsity; with a folder those that lie there, where they do."""
@@ -332,34 +337,20 @@ class GoalSearch:
     @contextmanager
     def held(self, overwrite: bool) -> Iterator[None]:
         """Hold the folder for this search, and take over the trials of an interrupted call. Raises ResumeError: it holds the
-        trials of another search (every difference is named)."""
-        with ExitStack() as stack:
-            if self.folder is not None:
-                stack.enter_context(writing(self.folder, "factorize"))
-                self._take_over(self.folder / _FILE, overwrite)
+        trials of another search (every difference is named), or factors that were made without a goal."""
+        if self.folder is None:
             yield
-
-    def _take_over(self, path: Path, overwrite: bool) -> None:
-        if overwrite:
-            path.unlink(missing_ok=True)
-            shutil.rmtree(path.parent / _TRIALS, ignore_errors=True)
-        elif not path.is_file() and (path.parent / INDEX).is_file():
-            raise ResumeError(
-                f"{path.parent} holds something else: its factors were made without a goal; give another folder, or "
-                "overwrite=True to start again"
-            )
-        elif path.is_file():
-            held = read_sealed(path, "the trials of a goal")
-            if changed := differences(held["asked"], self.asked):
+            return
+        with writing(self.folder, "factorize"):
+            if overwrite:
+                shutil.rmtree(self.folder / _TRIALS, ignore_errors=True)
+            elif (self.folder / INDEX).is_file() and not (self.folder / FOLDER / CALL).is_file():
                 raise ResumeError(
-                    f"{path.parent} holds something else: {'; '.join(changed)}; give another folder, or overwrite=True to "
-                    "start again"
+                    f"{self.folder} holds something else: its factors were made without a goal; give another folder, or "
+                    "overwrite=True to start again"
                 )
-            self.trials = held["trials"]
-
-    def _write(self) -> None:
-        if self.folder is not None:
-            write_sealed(self.folder / _FILE, {"asked": self.asked, "trials": self.trials})
+            self.parts = StepCache(self.folder, self.asked, overwrite=overwrite)
+            yield
 
     def saved(self, chosen: Mapping[str, Any], factors: FactorSet | None) -> FactorSet:
         """Make the set that was found, with what was tried in its provenance. A folder then holds it, without the factors of

@@ -103,7 +103,7 @@ def relmse_dots(replacements: Sequence[Replacement], looks: Mapping[str, Look]) 
     ax.set_xlim(10.0 ** math.floor(math.log10(min(errors)) - 0.05), 10.0 ** math.ceil(math.log10(max(errors)) + 0.05))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
-    ax.set_xlabel("relMSE (log scale; left is better)", fontsize=9, color=INK)
+    ax.set_xlabel("relMSE (log scale; left is better)")
     return figure
 
 

@@ -143,8 +143,7 @@ class DataEfficiency(SavedRecord):
             ax.axhline(0, color=INK, linewidth=0.6)
             if not (self.table()[metric] < 0).any():
                 ax.set_ylim(bottom=-0.2 * _LINEAR_BELOW)
-        ax.set_xlabel("tokens used", fontsize=9, color=INK)
-        ax.set_ylabel(METRICS[metric], fontsize=9, color=INK)
+        ax.set(xlabel="tokens used", ylabel=METRICS[metric])
 
     def __repr__(self) -> str:
         return self.table().to_string(index=False)

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from swd_lens.base.errors import legible
-from swd_lens.base.figures import INK, new_figure, style
+from swd_lens.base.figures import new_figure, style
 from swd_lens.base.record import SavedRecord
 from swd_lens.study.variations import AXES
 
@@ -239,7 +239,7 @@ class Stability(SavedRecord):
             if name in limits:
                 ax.axvline(limits[name], color="#888888", linestyle="--", linewidth=1.0)
             ax.set_yticks([-place for place in range(len(groups))], [axis for axis, _ in groups] if ax is axes[0, 0] else [])
-            ax.set_xlabel(name, fontsize=9, color=INK)
+            ax.set_xlabel(name)
             ax.set_xlim(min(-0.02, float(ax.get_xlim()[0])), max(1.02, float(ax.get_xlim()[1])))
         return figure
 

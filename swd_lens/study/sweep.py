@@ -136,8 +136,7 @@ class Sweep(Record):
             sparsities = sorted({p.sparsity for p in self.points})
             ax.set_xlim(sparsities[0] - 0.05, sparsities[-1] + 0.05)
             ax.set_title(title, fontsize=10, color=INK)
-            ax.set_xlabel("sparsity s", fontsize=9, color=INK)
-            ax.set_ylabel(label, fontsize=9, color=INK)
+            ax.set(xlabel="sparsity s", ylabel=label)
         for ax, (_, _, value) in zip(axes[0, 2:], panels[2:], strict=True):
             cost_axis(ax.yaxis, pd.Series([value(point) for point in self.points], dtype=float).dropna())
         axes[0, 0].set_ylim(bottom=0)

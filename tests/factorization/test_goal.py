@@ -118,11 +118,11 @@ def test_what_more_text_says_counts(flattering, monkeypatch):
         calls.append(s)
         return row, None
 
-    def wide(self, row, factors):
-        row |= {"excess judged": row["excess"], "excess": true_kl(row["s"])}
+    def wide(self, path, row, factors):
+        return {"excess judged": row["excess"], "excess": true_kl(row["s"])}
 
     monkeypatch.setattr(GoalSearch, "_trial", trial)
-    monkeypatch.setattr(GoalSearch, "_measure_wide", wide)
+    monkeypatch.setattr(GoalSearch, "_wide_row", wide)
     end, _ = search._end_of("as given", 0.5, tqdm(disable=True), looks=search.wide is not None)
     assert 0.8 <= true_kl(end["s"]) <= 1.0 and len(calls) <= STEPS + LOOKS
     search.wide = None

@@ -3,31 +3,35 @@
 1. `unit_html` draws a `UnitCard` or `UnitProfile`, which it knows by their attributes, as HTML that needs no script, for
    notebooks, dashboards and reports alike (style: unit.css). Within a unit all contexts share one colour scale, |z| over the
    largest |z| shown. Whatever comes from tokens, labels and names is escaped; invisible characters are made visible.
-2. `draw_layers` draws a task's best units, layer by layer, between what they read and the residual stream they write to.
+2. `draw_paths` draws units layer by layer, between what they read and the residual stream they write to: of an audit the best
+   ones of a task, and the counterpart of the paper's figure of high-attribution paths (graph/paths.py).
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
 from swd_lens.analysis.audit.contexts import Context
 from swd_lens.analysis.audit.vectors import Edges
 from swd_lens.base.errors import visible, visible_token
-from swd_lens.base.figures import ATTENTION, INK, INK_ON_FILL, NEGATIVE, POSITIVE, SIGN_STYLE, NotebookFigure, literal
-from swd_lens.hosts.sites import WRITES_RESIDUAL, parse_unit, split_name
+from swd_lens.base.figures import INK, INK_ON_FILL, NEGATIVE, POSITIVE, SIGN_STYLE, literal, new_figure
+from swd_lens.hosts.sites import WRITES_RESIDUAL, split_name
 
 Link = Callable[[str], "str | None"]  # unit -> where its page is, if there is one
 
 FAINT = 0.08  # below this share of the largest |z| a colour could not be told from none
 _WIDTH, _HEIGHT, _FOOT = 320, 84, 16  # of the histogram, in pixels
-_COLUMN, _BOX, _GAP = 3.1, 0.62, 0.24  # inches
-_INPUTS = {"mlp_out": "MLP neurons", "attn_o": "head outputs"}
+_INPUT_X, _UNIT_X, _STREAM_X = 0.6, 3.1, 6.55  # inches, of `draw_paths`
+_UNIT_WIDTH, _UNIT_STEP = 2.5, 0.78
+_LONGEST = 24  # characters of a label
+_CENTRED: Mapping[str, str] = {"ha": "center", "va": "center"}
 
 
 # ------------------------------------------------------------------ one unit
@@ -232,83 +236,78 @@ def _bars(
 # ------------------------------------------------------------------ a task's best units
 
 
-def draw_layers(ranked: pd.DataFrame, task: str, promoted: Mapping[str, str]):
-    """Draw a task's best units by layer.
+@dataclass(frozen=True)
+class DrawnUnit:
+    """A unit's box in `draw_paths`: plain text or formulas of matplotlib, escaped by whoever makes it."""
+
+    name: str  # in the box
+    under: str  # below the name
+    fill: Any = "white"
+    looks: Mapping[str, str] = field(default_factory=dict)  # of the name's letters
+    reads: str = ""  # beside the arrow in, and the arrow out
+    writes: str = ""
+    into_stream: bool = True  # whether it writes to the residual stream
+
+
+def draw_paths(layers: Mapping[int, tuple[str, Sequence[DrawnUnit]]], title: str, words: str) -> Figure:
+    """Draw units as they compute: a layer's input is read, and what they write adds up in the residual stream.
 
     Args:
-        ranked: rows of `Audit.rank_table`.
-        task: for the title.
-        promoted: unit -> the tokens that it promotes, which stand where there is no label.
-
-    Returns: A matplotlib Figure: one column per layer, units as boxes from best (top) down; colour says how high a unit ranks.
+        layers: layer -> the words below its input, and its units from the top; the first layer stands at the bottom.
+        words: what boxes and arrows mean, below the figure.
     """
-    rows = ranked.to_dict("records")
-    layers = {layer: [row for row in rows if row["layer"] == layer] for layer in dict.fromkeys(ranked["layer"])}
-    most = max(2, *map(len, layers.values())) if layers else 2
-    width, height = _COLUMN * max(1, len(layers)) + 0.5, most * (_BOX + _GAP) + 1.6
-    figure = NotebookFigure(figsize=(width, height))
-    ax = figure.add_axes((0, 0, 1, 1))
-    ax.set_xlim(0, width)
-    ax.set_ylim(0, height)
-    ax.axis("off")
-    stream = 0.45  # the residual stream's height
-    if any(_kind(row) in WRITES_RESIDUAL for row in rows):
-        _arrow(ax, (0.15, stream), (width - 0.15, stream), ATTENTION, 2.4)
-        ax.text(width - 0.15, stream - 0.3, "residual stream", ha="right", va="bottom", fontsize=8, color=INK)
-    best = max((row["score"] for row in rows), default=1.0)
-    for column, of_layer in enumerate(layers.values()):
-        _draw_layer(ax, (0.35 + column * _COLUMN, height), stream, of_layer, best, promoted)
-    ax.text(0.15, height - 0.12, literal(f"Best units for {task.replace('_', ' ')}"), va="top", fontsize=11, color=INK)
-    key = "label, or in italics what it promotes · unit · # rank among all units · score in logits, the darker the higher"
-    ax.text(0.15, stream - 0.3, key, va="bottom", fontsize=7.5, color=INK)
+    band = max(2, *(len(units) for _, units in layers.values())) * _UNIT_STEP + 0.42 if layers else 2 * _UNIT_STEP
+    height = band * max(1, len(layers)) + 0.95
+    figure, axes = new_figure(width=7.4, height=height + 1.0)
+    ax = axes[0, 0]
+    ax.set_axis_off()
+    ax.set_aspect("equal")
+    ax.set_xlim(0, 7.4)
+    ax.set_ylim(-0.95, height - 0.4)
+    if any(unit.into_stream for _, units in layers.values() for unit in units):
+        ax.plot([_STREAM_X, _STREAM_X], [-0.35, height - 0.55], color=INK, linewidth=3.2, solid_capstyle="round", zorder=1)
+        _arrow(ax, (_STREAM_X, height - 0.8), (_STREAM_X, height - 0.42), 3.2, head=16)
+        ax.text(_STREAM_X + 0.16, -0.3, "residual\nstream", fontsize=8, color=INK, va="bottom")
+    ax.text(0.17, -0.62, words, fontsize=7, color=INK, va="top")
+    for row, (layer, (inputs, units)) in enumerate(layers.items()):
+        _draw_layer(ax, layer, inputs, units, row * band + band / 2)
+    ax.set_title(literal(title), fontsize=10, color=INK, loc="left")
     return figure
 
 
-def _draw_layer(
-    ax: Any, corner: tuple[float, float], stream: float, rows: list[dict[Any, Any]], best: float, promoted: Mapping[str, str]
-) -> None:
-    """One layer's input and its units, below the figure's top, beginning at x."""
-    x, height = corner
-    reads = " and ".join(dict.fromkeys(_INPUTS.get(_kind(row), "residual stream") for row in rows))
-    top, box = height - 0.62, _COLUMN - 1.0
-    name = f"layer {rows[0]['layer']}"
-    ax.text(x + 0.3 + box / 2, top + 0.14, name, ha="center", fontsize=9, color=INK, weight="bold")
-    bottom = top - max(2, len(rows)) * (_BOX + _GAP) + _GAP  # its name needs the room of two
-    ax.add_patch(_box(x - 0.14, bottom, 0.26, top - bottom, "#eeeeee"))
-    ax.text(x - 0.01, (top + bottom) / 2, reads, rotation=90, ha="center", va="center", fontsize=7.5, color=INK_ON_FILL)
-    plus = (x + box + 0.68, stream)
-    into = False
-    for i, row in enumerate(rows):
-        y, middle = top - _BOX - i * (_BOX + _GAP), top - _BOX / 2 - i * (_BOX + _GAP)
-        share = max(0.0, min(1.0, row["score"] / best)) if best > 0 else 0.0
-        # White to a light orange: text on it stays readable.
-        tint = tuple(1 - share * (1 - part) for part in (0.96, 0.72, 0.50))
-        ax.add_patch(_box(x + 0.38, y, box, _BOX, tint))
-        slant = "normal" if row["label"] else "italic"
-        label = row["label"] or promoted.get(row["unit"]) or "no label"
-        label = literal(label if len(label) <= 24 else label[:23] + "…")
-        ax.text(x + 0.48, y + 0.41, label, va="center", fontsize=8.5, color=INK_ON_FILL, style=slant)
-        facts = f"{_kind(row)}/{parse_unit(row['unit'])[1]} · #{row['global rank']} · {row['score']:.3g}"
-        ax.text(x + 0.48, y + 0.18, facts, va="center", fontsize=7.5, color=INK_ON_FILL)
-        _arrow(ax, (x + 0.12, middle), (x + 0.38, middle), INK, 1.0)
-        if _kind(row) in WRITES_RESIDUAL:
-            into = True
-            ax.plot([x + 0.38 + box, plus[0]], [middle, middle], color=INK, linewidth=1.0)
-            _arrow(ax, (plus[0], middle), (plus[0], stream + 0.11), INK, 1.0)
-    if into:
-        ax.add_patch(Circle(plus, 0.11, facecolor="white", edgecolor=INK, zorder=4))
-        ax.text(*plus, "+", ha="center", va="center", fontsize=10, color=INK_ON_FILL, zorder=5)
+def _draw_layer(ax: Any, layer: int, inputs: str, units: Sequence[DrawnUnit], middle: float) -> None:
+    """One layer's input, its units, and the sum of what they write, around a height."""
+    _box(ax, (_INPUT_X, middle), 0.86, 0.62, "#eef4fa")
+    ax.text(_INPUT_X, middle, f"$h_{{{layer}}}$", fontsize=12, color=INK_ON_FILL, zorder=5, **_CENTRED)
+    ax.text(_INPUT_X, middle - 0.42, inputs, fontsize=7, ha="center", va="top", color=INK)
+    if any(unit.into_stream for unit in units):
+        ax.add_patch(Circle((_STREAM_X, middle), 0.17, facecolor="white", edgecolor=INK, linewidth=1.3, zorder=4))
+        ax.text(_STREAM_X, middle, "+", fontsize=12, color=INK_ON_FILL, zorder=5, **_CENTRED)
+    left, right = _UNIT_X - _UNIT_WIDTH / 2, _UNIT_X + _UNIT_WIDTH / 2
+    for i, unit in enumerate(units):
+        y = middle + _UNIT_STEP * ((len(units) - 1) / 2 - i)
+        above = y >= middle
+        _arrow(ax, (_INPUT_X + 0.45, middle), (left, y), 1.6)
+        if unit.into_stream:
+            _arrow(ax, (right, y), (_STREAM_X - 0.19, middle), 1.6)
+        _box(ax, (_UNIT_X, y), _UNIT_WIDTH, 0.58, unit.fill)
+        ax.text(_UNIT_X, y + 0.11, unit.name, fontsize=9, color=INK_ON_FILL, zorder=5, **_CENTRED, **unit.looks)
+        ax.text(_UNIT_X, y - 0.15, unit.under, fontsize=6.5, color=INK_ON_FILL, zorder=5, **_CENTRED)
+        ax.text(right + 0.14, y + (0.13 if above else -0.15), unit.writes, fontsize=7, color=INK, va="center")
+        ax.text(left - 0.1, y + (0.2 if above else -0.2), unit.reads, fontsize=7, color=INK, va="center", ha="right")
 
 
-def _kind(row: dict[Any, Any]) -> str:
-    return split_name(parse_unit(row["unit"])[0])[1]
+def _box(ax: Any, middle: tuple[float, float], width: float, height: float, fill: Any) -> None:
+    corner, style = (middle[0] - width / 2, middle[1] - height / 2), "round,pad=0,rounding_size=0.1"
+    box = FancyBboxPatch(corner, width, height, boxstyle=style, facecolor=fill, edgecolor=INK, linewidth=1.0, zorder=3)
+    ax.add_patch(box)
 
 
-def _box(x: float, y: float, width: float, height: float, colour: Any) -> FancyBboxPatch:
-    style = "round,pad=0,rounding_size=0.06"
-    return FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=colour, edgecolor="#777777", linewidth=0.8)
+def _arrow(ax: Any, start: tuple[float, float], end: tuple[float, float], width: float, head: int = 10) -> None:
+    looks: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": head, "shrinkA": 0, "shrinkB": 0}
+    ax.add_patch(FancyArrowPatch(start, end, color=INK, linewidth=width, zorder=2, **looks))
 
 
-def _arrow(ax: Any, start: tuple[float, float], end: tuple[float, float], colour: str, width: float) -> None:
-    looks: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0}
-    ax.add_patch(FancyArrowPatch(start, end, color=colour, linewidth=width, **looks))
+def shortened(label: str) -> str:
+    """A label as far as there is room for it in a box."""
+    return literal(label if len(label) <= _LONGEST else label[: _LONGEST - 1] + "…")

@@ -27,7 +27,7 @@ from torch import Tensor
 from swd_lens.analysis.audit.result import Audit
 from swd_lens.base.checks import bounded
 from swd_lens.base.errors import UnitSourceError
-from swd_lens.base.figures import INK, new_figure, style
+from swd_lens.base.figures import new_figure, style
 from swd_lens.base.record import SavedRecord
 from swd_lens.base.surroundings import with_torch_defaults
 
@@ -84,8 +84,7 @@ class IntruderTest(SavedRecord):
         ax.axhline(self.chance, color="#888888", linestyle="--", linewidth=1.0, label="chance")
         ax.plot(sorted(self.rows["accuracy"]), marker="o", markersize=3, **(style(0) | {"linestyle": ""}))
         ax.set_ylim(-0.02, 1.02)
-        ax.set_xlabel("unit, by rank", fontsize=9, color=INK)
-        ax.set_ylabel("intruders found", fontsize=9, color=INK)
+        ax.set(xlabel="unit, by rank", ylabel="intruders found")
         ax.legend(fontsize=8, frameon=False)
         return figure
 

@@ -16,7 +16,7 @@ import pandas as pd
 from torch import Tensor
 
 from swd_lens.analysis.audit.contexts import Context, TokenNames
-from swd_lens.analysis.audit.drawing import draw_layers
+from swd_lens.analysis.audit.drawing import DrawnUnit, draw_paths, shortened
 from swd_lens.analysis.audit.labels import UnitLabels, sealed_line
 from swd_lens.analysis.audit.statistics import SiteAudit
 from swd_lens.analysis.audit.unit import TaskRank, UnitProfile
@@ -27,7 +27,7 @@ from swd_lens.base.files import atomic
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import writing_file
 from swd_lens.circuits.scores import UnitScores
-from swd_lens.hosts.sites import WRITES_RESIDUAL, Ends, split_name
+from swd_lens.hosts.sites import WRITES_RESIDUAL, Ends, parse_unit, split_name
 from swd_lens.units.coder import Units
 from swd_lens.units.keys import read_unit, single_units
 
@@ -294,7 +294,21 @@ class Audit:
             f"{site}/{index}": " ".join(visible_token(token) for token, _ in effect.promoted[:_PROMOTED])
             for (site, index), effect in effects.items()
         }
-        return draw_layers(ranked, self.task(task), promoted)
+        best = float(ranked["score"].max()) if len(ranked) else 0.0
+        drawn: dict[int, tuple[str, list[DrawnUnit]]] = {}
+        for row in ranked.to_dict("records"):
+            kind, unit = split_name(parse_unit(row["unit"])[0])[1], row["unit"]
+            share = max(0.0, min(1.0, row["score"] / best)) if best > 0 else 0.0
+            box = DrawnUnit(
+                name=shortened(row["label"] or promoted.get(unit) or "no label"),
+                under=f"{kind}/{parse_unit(unit)[1]} · #{row['global rank']} · {row['score']:.3g}",
+                fill=tuple(1 - share * (1 - part) for part in (0.96, 0.72, 0.50)),  # to a light orange: text stays readable
+                looks={"style": "normal" if row["label"] else "italic"},
+                into_stream=kind in WRITES_RESIDUAL,
+            )
+            drawn.setdefault(row["layer"], (f"layer {row['layer']}", []))[1].append(box)
+        words = "Label, or in italics what it promotes; unit · # rank among all units · score in logits, the darker the higher."
+        return draw_paths(drawn, f"Best units for {self.task(task).replace('_', ' ')}", words)
 
     def export(self, path: str | Path, units: Any = None) -> Path:
         """Write one line of JSON per unit for whoever finds labels; `UnitLabels.load` reads the file once "label" is filled in.

@@ -132,8 +132,7 @@ class UnitProfile(UnitCard):
         ax.axvline(0.0, color=INK, linewidth=0.6)
         ax.set_yscale("log")
         ax.set_ylim(bottom=0.7)
-        ax.set_xlabel("z", fontsize=8)
-        ax.set_ylabel("tokens (log scale)", fontsize=8)
+        ax.set(xlabel="z", ylabel="tokens (log scale)")
         title = self.unit if self.label is None else f"{self.unit}: {self.label.label}"
         ax.set_title(literal(title), fontsize=9, color=INK)
         return figure

@@ -140,8 +140,7 @@ class EditComparison:
         _kl_axis(ax, self.rows[of])
         ax.margins(y=0.12)
         answer, foil = visible_token(self.target.answer), visible_token(self.target.foil)
-        ax.set_xlabel(_COSTS[of].format(n=len(self.prompts)), fontsize=9, color=INK)
-        ax.set_ylabel(literal(f"change of the margin {answer} − {foil} (logits)"), fontsize=9, color=INK)
+        ax.set(xlabel=_COSTS[of].format(n=len(self.prompts)), ylabel=literal(f"change of the margin {answer} − {foil} (logits)"))
         ax.set_title("numbers at the ends: requested shift (logits)", fontsize=8, color=INK, loc="right")
         figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
         return figure

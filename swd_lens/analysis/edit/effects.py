@@ -111,7 +111,7 @@ class SideEffects:
         ax.grid(False, axis="y")
         ax.xaxis.set_major_locator(MaxNLocator(4))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        ax.set_xlabel("KL(before || after) of the next token (nats)", fontsize=9, color=INK)
+        ax.set_xlabel("KL(before || after) of the next token (nats)")
         what = f"{self.edit.method}: margin {self.margin_before:+.2f} to {self.margin_after:+.2f} on its own prompt"
         ax.set_title(literal(what), fontsize=10, color=INK, loc="left")
         return figure

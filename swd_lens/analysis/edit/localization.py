@@ -17,7 +17,7 @@ import torch
 from swd_lens.base import __version__
 from swd_lens.base.checks import bounded, require_names
 from swd_lens.base.errors import legible
-from swd_lens.base.figures import INK, heatmap, new_figure
+from swd_lens.base.figures import heatmap, new_figure
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import SavedRecord
 from swd_lens.base.surroundings import with_torch_defaults
@@ -96,8 +96,7 @@ class EditLocalization(SavedRecord):
         figure, axes = new_figure(width=2.2 + 0.9 * len(names), height=1.6 + 0.5 * len(names))
         ax = axes[0, 0]
         heatmap(ax, shares, label="share of the margin", signed=True, rows=names, columns=names)
-        ax.set_xlabel("task", fontsize=9, color=INK)
-        ax.set_ylabel("edited units of", fontsize=9, color=INK)
+        ax.set(xlabel="task", ylabel="edited units of")
         return figure
 
     def __repr__(self) -> str:

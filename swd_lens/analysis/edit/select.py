@@ -91,8 +91,7 @@ class EditSelection(Record):
             color=INK,
         )
         ax.margins(0.12)
-        ax.set_xlabel("activation z at the last position", fontsize=9, color=INK)
-        ax.set_ylabel("write alignment $B_c \\cdot d$ (logits per z)", fontsize=9, color=INK)
+        ax.set(xlabel="activation z at the last position", ylabel="write alignment $B_c \\cdot d$ (logits per z)")
         ax.set_title("candidates for an edit; larger markers: higher selection score", fontsize=9, color=INK, loc="left")
         figure.legend(loc="outside lower center", ncols=1, fontsize=7, frameon=False)
         return figure

@@ -132,8 +132,7 @@ class UnitOverlap(PairResult):
         for ax, (name, matrix) in zip(axes.flat[1:], matrices.items(), strict=True):
             heatmap(ax, matrix.numpy(), label=f"{name} (full colour: {largest:g} or more)", signed=True, largest=largest)
             ax.set_title(name[0].upper() + name[1:], fontsize=10, color=INK)
-            ax.set_xlabel("unit, by energy rank", fontsize=SMALL)
-            ax.set_ylabel("unit, by energy rank", fontsize=SMALL)
+            ax.set(xlabel="unit, by energy rank", ylabel="unit, by energy rank")
         figure.suptitle(f"Overlap of {self.site} units", fontsize=11, color=INK)
         return figure
 
@@ -148,8 +147,7 @@ class UnitOverlap(PairResult):
             ax.plot(size[len(size) - ranks], ranks / len(size), label=name, **style(index))
         ax.set(xscale="log", yscale="log")
         ax.set_xlim(left=max(np.percentile(size, 5), 1e-7), right=1.1)  # of the last, the smallest, of the three
-        ax.set_xlabel("|value|", fontsize=SMALL)
-        ax.set_ylabel(f"share of the {self.n_pairs:,} pairs with |value| or more", fontsize=SMALL)
+        ax.set(xlabel="|value|", ylabel=f"share of the {self.n_pairs:,} pairs with |value| or more")
         ax.legend(fontsize=SMALL, frameon=False, loc="lower left")
         ax.set_title("All pairs", fontsize=10, color=INK)
         pairs = self.pairs(n)
@@ -279,7 +277,6 @@ def _draw_selection(ax: Any, overlap: UnitOverlap, top: np.ndarray) -> None:
         axis.set_minor_formatter(NullFormatter())
     low, high = variance[overlap.defined].min(), variance[overlap.defined].max()
     ax.set_ylim(low / 1.5, high * 1.5)
-    ax.set_xlabel("squared write norm |B|²", fontsize=SMALL)
-    ax.set_ylabel("read variance Var(z)", fontsize=SMALL)
+    ax.set(xlabel="squared write norm |B|²", ylabel="read variance Var(z)")
     ax.set_title("Selection by energy Var(z) |B|²", fontsize=10, color=INK)
     ax.legend(fontsize=7, frameon=False, loc="best")

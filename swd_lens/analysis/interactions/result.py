@@ -140,13 +140,12 @@ class UnitInteractions(PairResult):
                 ax.axvline(value, linewidth=1.4, label=f"{name}  {value:.3f}", **line)
             ax.legend(fontsize=SMALL, frameon=False, loc="upper right", title="percentile", title_fontsize=SMALL)
         ax.set_xlim(left=0)
-        ax.set_xlabel("interaction ratio R", fontsize=SMALL)
-        ax.set_ylabel(f"pairs (of {len(values):,})", fontsize=SMALL)
+        ax.set(xlabel="interaction ratio R", ylabel=f"pairs (of {len(values):,})")
         ax.set_title("All pairs", fontsize=10, color=INK)
         heatmap(axes[0, 1], self.ratio.numpy(), label="interaction ratio R")
         axes[0, 1].set_title("Pairs by pre-activation energy", fontsize=10, color=INK)
-        axes[0, 1].set_xlabel("unit, by energy rank" if self.up is None else "up unit, by energy rank", fontsize=SMALL)
-        axes[0, 1].set_ylabel("unit, by energy rank" if self.up is None else "gate unit, by energy rank", fontsize=SMALL)
+        up, gate = ("", "") if self.up is None else ("up ", "gate ")
+        axes[0, 1].set(xlabel=f"{up}unit, by energy rank", ylabel=f"{gate}unit, by energy rank")
         figure.suptitle(f"Interactions of {self.whose} units through {self.settings['activation']}", fontsize=11, color=INK)
         return figure
 
@@ -155,7 +154,7 @@ class UnitInteractions(PairResult):
         figure, axes = new_figure(1, 1, width=5.6, height=max(2.4, 0.17 * n + 1.0))
         pairs = self.pairs(n)
         bars(axes[0, 0], pairs, "R", f"Strongest {len(pairs)} pairs of {self.whose} units", signed=False)
-        axes[0, 0].set_xlabel("interaction ratio R", fontsize=SMALL)
+        axes[0, 0].set_xlabel("interaction ratio R")
         return figure
 
     def left_out(self) -> str:

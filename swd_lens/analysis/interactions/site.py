@@ -204,8 +204,7 @@ def bars(ax: Any, pairs: pd.DataFrame, column: str, title: str, *, signed: bool)
     ax.set_ylim(len(values) - 0.4, -0.6)
     ax.grid(False, axis="y")
     ax.axvline(0, color=INK, linewidth=0.8)
-    ax.set_xlabel(column, fontsize=SMALL)
-    ax.set_ylabel("units of the pair", fontsize=SMALL)
+    ax.set(xlabel=column, ylabel="units of the pair")
     ax.set_title(title, fontsize=10, color=INK)
 
 

@@ -302,8 +302,7 @@ def draw_map(
     size = 7 if len(names) <= 22 else 5.5
     ax.set_xticks(list(positions), names, rotation=90, fontsize=size)
     ax.set_yticks(list(positions), names, fontsize=size)
-    ax.set_xlabel("source", fontsize=8)
-    ax.set_ylabel("destination", fontsize=8)
+    ax.set(xlabel="source", ylabel="destination")
     ax.set_title(literal(title), fontsize=8.5)
 
 

@@ -121,8 +121,7 @@ class QKScan(Record):
             )
         ax.set_yscale("log")
         ax.set_xlim(-1.05, 1.05)
-        ax.set_xlabel("agreement of the change with the pair's map", fontsize=9)
-        ax.set_ylabel("removed KL (nats)", fontsize=9)
+        ax.set(xlabel="agreement of the change with the pair's map", ylabel="removed KL (nats)")
         ax.set_title(f"{len(self.frame):,} cases of head, pair and prompt", fontsize=9)
         if 0 < len(layers) <= 16:
             ax.legend(fontsize=7, frameon=False, ncols=1 + len(layers) // 9, loc="lower left")

@@ -250,8 +250,7 @@ def draw_heads(ax: Any, values: Any, label: str, title: str) -> None:
     every = math.ceil(n_layers * TICK / high)  # of many layers in a low panel not all have room for their number
     layers = [str(i) if i % every == 0 else "" for i in range(n_layers)]
     heatmap(ax, values, label=label, rows=layers, columns=[str(i) for i in range(n_heads)])
-    ax.set_xlabel("head", fontsize=9)
-    ax.set_ylabel("layer", fontsize=9)
+    ax.set(xlabel="head", ylabel="layer")
     ax.set_title(title, fontsize=9)
 
 
@@ -286,9 +285,9 @@ def plot_attention_fidelity(fidelity: Fidelity) -> Figure:
         ax.plot(layers, values, marker="osD^v"[index], markersize=4, label=label, **style(index))
     ax.set_ylim(bottom=0)
     ax.set_xticks(layers)
-    ax.set_xlabel("layer", fontsize=9)
+    ax.set_xlabel("layer")
     where = "on dense inputs" if fidelity.local_relmse else "in the replaced model"
-    ax.set_ylabel(f"relative squared error (%),\n{where}", fontsize=9)
+    ax.set_ylabel(f"relative squared error (%),\n{where}")
     ax.set_title("Attention matrices: reconstruction error of their outputs", fontsize=9)
     ax.legend(fontsize=8, frameon=False)
     return figure

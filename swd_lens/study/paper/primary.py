@@ -260,7 +260,7 @@ def plot(ratios: Sequence[Ratio]):
         ax.xaxis.set_major_formatter("{x:g}")
         ax.set_ylim(len(cells) - 0.5, -0.5)
         ax.set_yticks(range(len(cells)), [literal(f"{task}\n{surface}") for task, surface in cells], fontsize=8)
-        ax.set_xlabel("times a control's edges (filled: the cheapest)", fontsize=9, color=INK)
+        ax.set_xlabel("times a control's edges (filled: the cheapest)")
         ax.set_title(literal(target), fontsize=9, color=INK)
     for ax in axes[0, 1:]:
         ax.set_yticklabels([])

@@ -176,8 +176,7 @@ def _ce_curve(folder: Path, settings: ItemSettings, replaced: ModelReplacement, 
         ax.plot(rows["tokens"], rows["heldout_ce"], label="trained sparse", linewidth=1.4, **style(2))
     ax.axhline(replaced.before.ce_dense, color=INK, linewidth=0.8, linestyle=":")
     ax.set_xscale("log")
-    ax.set_xlabel("tokens used", fontsize=9, color=INK)
-    ax.set_ylabel("cross-entropy (nats)", fontsize=9, color=INK)
+    ax.set(xlabel="tokens used", ylabel="cross-entropy (nats)")
     ax.set_title(literal(f"{settings['sites']} at s={settings['sparsity']:g}"), fontsize=9, color=INK)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return figure

@@ -69,8 +69,7 @@ class Activity(Record):
             ax.hist(alive.log10().numpy(), bins=edges, color=PALETTE[0])
             ax.xaxis.set_major_locator(MaxNLocator(integer=True))
             ax.xaxis.set_major_formatter(lambda power, _: f"{10.0**power:.0e}" if power < -3 else f"{10.0**power:g}")
-            ax.set_xlabel("share of tokens at which a unit is at work", fontsize=9, color=INK)
-            ax.set_ylabel("units", fontsize=9, color=INK)
+            ax.set(xlabel="share of tokens at which a unit is at work", ylabel="units")
             title = f"{site}: L0 {self.l0(site):.1f}, {len(self.dead(site))} of {len(counts)} dead"
             ax.set_title(literal(title), fontsize=9, color=INK)
         return figure
