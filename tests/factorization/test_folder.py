@@ -1,4 +1,4 @@
-"""The folder of factorize: one call at a time, refused before any work, nothing of others deleted, killed and gone on with."""
+"""The folder of factorize: one call at a time, refused before any work, nothing of others deleted."""
 
 import os
 import shutil
@@ -12,11 +12,11 @@ from swd_lens.base.errors import FolderInUseError
 from swd_lens.base.writer import HOLDER, LOCK, writing
 from swd_lens.units.factors import FactorSet
 from swd_lens.units.storage import UNNAMED
+from tests.base.test_surroundings import in_a_thread
 from tests.factorization.test_factorize import QUICK, assert_same, count_solves
 from tests.forks import run_forked
 from tests.micro import random_tokens, toy_model
 from tests.remains import left_by_a_killed_process
-from tests.units.test_index import in_a_thread
 
 TOKENS = random_tokens(12, 9)
 
@@ -73,7 +73,7 @@ def test_what_a_call_left_that_was_killed_at_its_very_end_goes(model, tmp_path):
     assert_same(swd.factorize(model, "mlp_out", **QUICK, out=tmp_path), made)
     assert {path.name for path in tmp_path.iterdir()} == kept
     with writing(tmp_path, "save"):  # beside a living writer
-        assert in_a_thread(lambda: swd.factorize(toy_model(), "mlp_out", **QUICK, out=tmp_path)) is None
+        assert len(in_a_thread(lambda: swd.factorize(toy_model(), "mlp_out", **QUICK, out=tmp_path))) == 2
         assert (tmp_path / HOLDER).exists()
 
 
@@ -137,6 +137,3 @@ def test_starting_again_is_refused_while_a_shard_is_made(model, tmp_path, monkey
         assert isinstance(error, FolderInUseError) and str(error).startswith(str(shard))
     assert not calls and not (tmp_path / "factors.json").exists()
     assert_same(FactorSet.load(shard), made)
-
-
-# ---------------------------------------------------------------------------------------------- killed, and workers

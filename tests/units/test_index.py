@@ -5,8 +5,6 @@ import json
 import pickle
 import re
 import shutil
-import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from swd_lens.base.errors import FactorFileError, FolderInUseError
 from swd_lens.base.writer import writing
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.index import INDEX
+from tests.base.test_surroundings import in_a_thread
 from tests.units.made import edit_index, same, sparse_factors
 
 SITES = [f"blocks.{layer}.{kind}" for layer in (0, 1) for kind in ("mlp_in", "mlp_out")]
@@ -27,22 +26,6 @@ def sparse(seed: int) -> Factors:
 
 def some(seed: int = 0) -> FactorSet:
     return FactorSet({site: sparse(seed + i) for i, site in enumerate(SITES)}, {"seed": seed})
-
-
-def in_a_thread(call: Callable[[], object]) -> BaseException | None:
-    """What the call raises in another thread."""
-    raised: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            call()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    return raised[0] if raised else None
 
 
 # ---------------------------------------------------------------------------------------------- what is noticed
@@ -182,7 +165,7 @@ def test_a_second_writer_is_refused_and_nothing_is_lost(tmp_path):
         assert same(FactorSet.load(tmp_path), some())  # readers are not
     assert isinstance(refusal, FolderInUseError) and "is written by factorize (process" in str(refusal)
     assert same(FactorSet.load(tmp_path), some())
-    assert in_a_thread(lambda: some(5).save(tmp_path)) is None
+    assert not isinstance(in_a_thread(lambda: some(5).save(tmp_path)), Exception)
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path, monkeypatch):
