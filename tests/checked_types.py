@@ -3,7 +3,9 @@
 jaxtyping's import hook (pyproject.toml) puts `jaxtyping.jaxtyped` on every function. That wrapper binds the arguments to the
 signature and has beartype check them twice, before the call and beside the result, so that its messages can say which of the two
 was wrong; it generates code for every function when its module is imported, and for a function within a function each time that
-one is made. Here the same checks are made once per call, and code is generated once per function, at its first call.
+one is made. Here the same checks are made once per call, and code is generated once per function, at its first call. An array
+that fits is seen to fit in a fifth of the time that jaxtyping takes; what does not fit, or has other axes than plain ones, is
+jaxtyping's to judge.
 Generators keep jaxtyping's wrapper, since beartype alone checks their arguments only when they first run.
 
 Checking all annotations on all calls takes half of the suite's time. So a function is checked if it takes or gives an array:
@@ -27,6 +29,7 @@ from typing import Any
 import jaxtyping
 import torch
 from beartype import BeartypeConf, beartype
+from jaxtyping import _array_types, _storage
 
 EVERYTHING = os.environ.get("SWD_LENS_TYPES") == "all"
 CALLS = math.inf if EVERYTHING else 4
@@ -37,11 +40,14 @@ _GLOBALS = {"__name__": __name__, "__builtins__": builtins}
 _tests = itertools.count()
 _test = next(_tests)  # the number of the test that runs
 _generated: dict[CodeType, FunctionType] = {}  # code of a function -> beartype's wrapper of one function with that code
+_fits = _array_types._MetaAbstractArray.__instancecheck__
+_plain_axes: dict[type, tuple[list[str | int | None], set[torch.dtype]] | None] = {}
 
 
 def install() -> None:
     """For modules of swd_lens that are imported from now on."""
     jaxtyping.jaxtyped = checked
+    _array_types._MetaAbstractArray.__instancecheck__ = fits
     if sys.version_info < (3, 12):
         _look_at_protocols_as_python_3_12_does()
 
@@ -62,6 +68,46 @@ def _look_at_protocols_as_python_3_12_does() -> None:
         return all(hasattr(type(instance), name) or name in own for name in names(cls))
 
     kind.__instancecheck__ = check
+
+
+def fits(cls: Any, array: Any) -> bool:
+    """In place of isinstance of one of jaxtyping's annotations."""
+    if cls not in _plain_axes:
+        _plain_axes[cls] = _plain_axes_of(cls)
+    plain, scopes = _plain_axes[cls], getattr(_storage._shape_storage, "memo_stack", None)
+    if plain is None or not scopes or not isinstance(array, torch.Tensor):
+        return _fits(cls, array)
+    axes, dtypes = plain
+    sizes, seen = scopes[-1][0], {}
+    if array.dtype not in dtypes or len(array.shape) != len(axes):
+        if fit := _fits(cls, array):
+            dtypes.add(array.dtype)
+        return fit
+    for axis, size in zip(axes, array.shape, strict=True):
+        if axis is None:
+            continue
+        known = axis if isinstance(axis, int) else sizes.get(axis, seen.setdefault(axis, size))
+        if known != size:
+            return _fits(cls, array)
+    sizes.update(seen)
+    return True
+
+
+def _plain_axes_of(cls: Any) -> tuple[list[str | int | None], set[torch.dtype]] | None:
+    """Name, size or None (any) of each axis, and dtypes that were seen to fit (none yet); None where an axis is not plain."""
+    axes: list[str | int | None] = []
+    if cls.array_type is not torch.Tensor:
+        return None
+    for axis in cls.dims:
+        if axis is _array_types._anonymous_dim:
+            axes.append(None)
+        elif isinstance(axis, _array_types._FixedDim) and not axis.broadcastable:
+            axes.append(axis.size)
+        elif isinstance(axis, _array_types._NamedDim) and not (axis.broadcastable or axis.treepath):
+            axes.append(axis.name)
+        else:
+            return None
+    return axes, set()
 
 
 def next_test() -> None:
@@ -102,9 +148,9 @@ def _has_arrays(function: FunctionType) -> bool:
 
 
 def _in_a_scope(function: FunctionType) -> Any:
-    """The function, its annotations checked, in a scope of its own for the names of axes."""
-    scope = _jaxtyped("context")
+    """The function, its annotations checked, in a scope of its own for the names of axes, if it has any."""
     call: Any = None
+    has_arrays = _has_arrays(function)
     test, left = -1, CALLS
 
     @functools.wraps(function)
@@ -119,8 +165,13 @@ def _in_a_scope(function: FunctionType) -> Any:
         left -= 1
         if call is None:
             call = _checked_by_beartype(function)
-        with scope:
+        if not has_arrays:
             return call(*args, **kwargs)
+        _storage.push_shape_memo({})
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _storage.pop_shape_memo()
 
     return wrapper
 

@@ -1,6 +1,7 @@
 """Annotations are checked in the tests: shapes against each other, results, dataclasses, and the package's own functions."""
 
 import ast
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from beartype import beartype
-from jaxtyping import Float, TypeCheckError
+from jaxtyping import AnnotationError, Float, TypeCheckError, _storage
 from torch import Tensor
 
 import swd_lens
 from swd_lens.base import divergence
 from swd_lens.units.coder import Units
+from tests import checked_types
 from tests.checked_types import checked
 
 
@@ -71,6 +73,27 @@ def test_the_packages_own_functions_are_checked():
         divergence.kl(torch.zeros(2, 3), torch.zeros(2, 4))
     with pytest.raises(TypeCheckError):
         divergence.DensePredictions(torch.zeros(1, 2, 3), torch.zeros(1, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("axes", ["a b", "a a", "3 b", "_ b", "a", "... b", "*a b", "#a b", "", "a b a+1"])
+def test_an_array_fits_where_jaxtyping_says_so(axes):
+    """Two arrays in one scope, each tried twice: the second time the shorter way is gone, where there is one."""
+    arrays = [torch.zeros(shape) for shape in ((), (3,), (2, 3), (3, 3), (3, 2), (1, 3), (3, 3, 4))]
+    arrays += [torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.int64)]
+    annotation = Float[Tensor, axes]
+
+    def answers(fits, first, second):
+        _storage.push_shape_memo({})
+        try:
+            return [fits(annotation, array) for array in (first, second)], _storage.get_shape_memo()
+        except AnnotationError as error:
+            return str(error)
+        finally:
+            _storage.pop_shape_memo()
+
+    for _ in range(2):
+        for first, second in itertools.product(arrays, repeat=2):
+            assert answers(checked_types.fits, first, second) == answers(checked_types._fits, first, second)
 
 
 # ---------------------------------------------------------------------------------------------- protocols

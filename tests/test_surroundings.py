@@ -1,7 +1,8 @@
 """Numbers do not depend on surroundings: every public call gives the same bits under every setting that a caller may have made.
 
 1. Everything public that computes carries the mark of base/surroundings.py.
-2. Real calls on a HookedTransformer and on a TransformerBridge, under each setting: the same bits, and nothing stays behind.
+2. Real calls on a HookedTransformer and on a TransformerBridge, under each setting: the same bits, and nothing stays behind, in
+   the process or in the host.
 3. Within an attachment a user's own forwards see the user's settings.
 4. A user's standing hooks are named in the settings of results; a hook that changes z's shape is refused.
 5. A second thread that uses the same host, if only for a forward, is refused.
@@ -248,9 +249,9 @@ def test_a_call_gives_the_same_bits_under_every_setting(call, kind, stack):
     with ExitStack() as made:
         for name in STACKS[stack]:
             made.enter_context(SETTINGS[name]())
-        before = state()
+        before, host = state(), everything(kit.model)
         got = CALLS[call](kit)
-        assert state() == before
+        assert state() == before and everything(kit.model) == host
     assert plain(got) == wanted
 
 

@@ -186,14 +186,6 @@ def test_files_that_are_no_labels(line, said, tmp_path):
         UnitLabels.load(path)
 
 
-def test_an_interrupted_export_leaves_the_old_file(found, tmp_path, monkeypatch):
-    path = found.export(tmp_path / "units.jsonl")
-    before = path.read_bytes()
-    with pytest.raises(KeyError):
-        found.export(path, units=[f"{SITE}/0", f"{SITE}/99"])
-    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["units.jsonl"]
-
-
 def test_line_separators_of_unicode_stay_within_their_line(tmp_path):
     """JSON leaves U+2028, U+2029 and U+0085 as they are; str.splitlines would cut there."""
     text = "a\u2028b\u2029c\x85d\x0be\r\nf"

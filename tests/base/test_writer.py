@@ -11,6 +11,7 @@ import pytest
 from swd_lens.base.errors import FolderInUseError
 from swd_lens.base.files import atomic
 from swd_lens.base.writer import HOLDER, LOCK, require_writable, require_writable_file, writing, writing_file
+from tests.base.test_surroundings import in_a_thread
 from tests.remains import left_by_a_killed_process
 
 HOLD = """
@@ -45,22 +46,14 @@ def test_a_null_character_in_a_name_is_refused_by_name(tmp_path):
 
 
 def test_another_thread_is_refused_and_told_who_holds_the_folder(tmp_path):
-    refusals = []
-
     def second():
-        try:
-            with writing(tmp_path, "finetune"):
-                pass
-        except FolderInUseError as refusal:
-            refusals.append(str(refusal))
+        with writing(tmp_path, "finetune"):
+            pass
 
     with writing(tmp_path, "factorize"):
-        thread = threading.Thread(target=second)
-        thread.start()
-        thread.join()
-    assert len(refusals) == 1 and f"is written by factorize (process {os.getpid()} on " in refusals[0]
+        refusal = in_a_thread(second)
+    assert isinstance(refusal, FolderInUseError) and f"is written by factorize (process {os.getpid()} on " in str(refusal)
     second()
-    assert len(refusals) == 1
 
 
 def test_another_process_is_refused_and_the_lock_of_a_killed_one_is_free(tmp_path):
@@ -94,21 +87,14 @@ def test_a_folder_that_cannot_be_written_is_refused():
 
 
 def test_one_writer_per_file_and_others_beside_it(tmp_path):
-    refusals = []
-
     def write(name):
-        try:
-            with writing_file(tmp_path / "new" / name, "data_efficiency") as path:
-                path.touch()
-        except FolderInUseError as refusal:
-            refusals.append(str(refusal))
+        with writing_file(tmp_path / "new" / name, "data_efficiency") as path:
+            path.touch()
 
     with writing_file(tmp_path / "new" / "a.json", "data_efficiency"):
-        for name in ("a.json", "b.json"):
-            thread = threading.Thread(target=write, args=(name,))
-            thread.start()
-            thread.join()
-    assert len(refusals) == 1 and "a.json is written by data_efficiency (process" in refusals[0]
+        refused, free = (in_a_thread(lambda name=name: write(name)) for name in ("a.json", "b.json"))
+    assert isinstance(refused, FolderInUseError) and "a.json is written by data_efficiency (process" in str(refused)
+    assert free is None
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["b.json"]
 
 
@@ -128,12 +114,6 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path):
         pass
 
 
-# ---------------------------------------------------------------------------------------------- forked children
-
-
-# ---------------------------------------------------------------------------------------------- without locks
-
-
 # ---------------------------------------------------------------------------------------------- names and links
 
 
@@ -146,17 +126,10 @@ def test_a_file_behind_two_links_is_held_once(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "link").symlink_to(tmp_path / "x.json")
-    refused = []
 
     def second():
-        try:
-            with writing_file(tmp_path / "b" / "link", "x"):
-                pass
-        except FolderInUseError as refusal:
-            refused.append(refusal)
+        with writing_file(tmp_path / "b" / "link", "x"):
+            pass
 
     with writing_file(tmp_path / "a" / "link", "data_efficiency"):
-        thread = threading.Thread(target=second)
-        thread.start()
-        thread.join()
-    assert refused
+        assert isinstance(in_a_thread(second), FolderInUseError)

@@ -1,8 +1,7 @@
-"""The folder of factorize: one call at a time, refused before any work, nothing of others deleted, killed and gone on with."""
+"""The folder of factorize: one call at a time, refused before any work, nothing of others deleted."""
 
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -13,26 +12,24 @@ from swd_lens.base.errors import FolderInUseError
 from swd_lens.base.writer import HOLDER, LOCK, writing
 from swd_lens.units.factors import FactorSet
 from swd_lens.units.storage import UNNAMED
-from tests.factorization.test_factorize import ALL, QUICK, assert_same, count_solves
-from tests.forks import Child, Died, run_forked
+from tests.base.test_surroundings import in_a_thread
+from tests.factorization.test_factorize import QUICK, assert_same, count_solves
+from tests.forks import run_forked
 from tests.micro import random_tokens, toy_model
 from tests.remains import left_by_a_killed_process
-from tests.units.test_index import in_a_thread
 
 TOKENS = random_tokens(12, 9)
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("second", [{"sparsity": 0.25}, {"tokens": TOKENS}, {"overwrite": True}, {}], ids="-".join)
-@pytest.mark.parametrize("sites", ["mlp_out", "attn_o"])
-def test_the_second_of_two_calls_is_refused_and_nothing_is_lost(model, tmp_path, monkeypatch, second, sites):
-    """While the first solves its second matrix, another one starts with other settings or sites, or the same."""
+def test_the_second_of_two_calls_is_refused_and_nothing_is_lost(model, tmp_path, monkeypatch, second):
+    """While the first solves its second matrix, another one starts with other settings, or the same."""
     other, solve, calls, refusals = toy_model(), swd_lens.solver.solve, [], []
 
     def beside(*arguments, **named):
         calls.append(0)
         if len(calls) == 2:
-            refusals.append(in_a_thread(lambda: swd.factorize(other, sites, **{**QUICK, **second}, out=tmp_path)))
+            refusals.append(in_a_thread(lambda: swd.factorize(other, "mlp_out", **{**QUICK, **second}, out=tmp_path)))
         return solve(*arguments, **named)
 
     monkeypatch.setattr(swd_lens.solver, "solve", beside)
@@ -76,7 +73,7 @@ def test_what_a_call_left_that_was_killed_at_its_very_end_goes(model, tmp_path):
     assert_same(swd.factorize(model, "mlp_out", **QUICK, out=tmp_path), made)
     assert {path.name for path in tmp_path.iterdir()} == kept
     with writing(tmp_path, "save"):  # beside a living writer
-        assert in_a_thread(lambda: swd.factorize(toy_model(), "mlp_out", **QUICK, out=tmp_path)) is None
+        assert len(in_a_thread(lambda: swd.factorize(toy_model(), "mlp_out", **QUICK, out=tmp_path))) == 2
         assert (tmp_path / HOLDER).exists()
 
 
@@ -140,35 +137,3 @@ def test_starting_again_is_refused_while_a_shard_is_made(model, tmp_path, monkey
         assert isinstance(error, FolderInUseError) and str(error).startswith(str(shard))
     assert not calls and not (tmp_path / "factors.json").exists()
     assert_same(FactorSet.load(shard), made)
-
-
-# ---------------------------------------------------------------------------------------------- killed, and workers
-
-SLOW = {**QUICK, "outer_iterations": 300}
-
-
-def factorize(out: Path | None, workers: int = 1) -> FactorSet:
-    return swd.factorize(toy_model(), "all", **SLOW, tokens=TOKENS, out=out, workers=workers, threads=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_two_processes_one_is_killed_and_the_other_goes_on(tmp_path, workers):
-    """The second is refused while the first runs; killed, the first leaves a lock that is free, and the bits stay."""
-    out = tmp_path / "out"
-    first = Child(lambda: len(factorize(out, workers)))
-    end = time.monotonic() + 300
-    while not (out / "factors.json").is_file():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    with pytest.raises(FolderInUseError):
-        factorize(out)
-    first.kill()
-    with pytest.raises(Died):
-        first.wait(60)
-    finished = list(FactorSet.load(out))
-    assert finished == ALL[: len(finished)]
-    resumed = factorize(out)
-    assert_same(FactorSet.load(out), resumed)
-    assert_same(resumed, factorize(None), provenance=False)
-    assert sorted(path.suffix for path in out.iterdir()) == [".json", *[".safetensors"] * len(ALL)]

@@ -102,13 +102,6 @@ def test_what_it_keeps_and_says(model):
         assert not torch.equal(made[site].write, plain[site].write)
 
 
-@pytest.mark.slow
-def test_workers_make_the_same_bits(model):
-    how = {"tokens": TOKENS, "weigh_outputs": True, "calibration": "dense", "threads": 1}
-    in_workers = swd.factorize(model, "mlp_out", **QUICK, **how, workers=2)
-    assert_same(in_workers, swd.factorize(model, "mlp_out", **QUICK, **how))
-
-
 def test_the_estimate_counts_them(model):
     plain, weighed = (swd.estimate(model, "all", tokens=TOKENS, weigh_outputs=w) for w in (False, True))
     assert weighed.flops > plain.flops and weighed.peak_bytes > plain.peak_bytes

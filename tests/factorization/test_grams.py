@@ -242,17 +242,6 @@ def test_a_hook_that_changes_what_one_of_them_reads_is_seen(change, n_products, 
     assert torch.equal(together[names[0]], plain[names[0]])
 
 
-def test_grams_under_inference_mode_and_autocast(model):
-    tokens, sites = random_tokens(4, 6), find_sites(model)
-    plain = collect_grams(model, sites, tokens)
-    with torch.inference_mode():
-        inference = collect_grams(model, sites, tokens)
-    assert all(torch.equal(plain[site.name], inference[site.name]) for site in sites)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        under_autocast = collect_grams(model, sites, tokens)
-    assert all(torch.equal(plain[site.name], under_autocast[site.name]) for site in sites)
-
-
 # ---------------------------------------------------------------------------------------------- memory
 
 MEMORY = """

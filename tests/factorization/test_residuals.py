@@ -1,6 +1,5 @@
 """Residuals on disk: the same Grams to the bit with fewer runs of early blocks, and nothing left behind."""
 
-import os
 import resource
 import shutil
 import tempfile
@@ -257,18 +256,6 @@ def test_a_cut_file_is_an_error_whatever_stood_in_the_memory_before(model, tmp_p
         monkeypatch.setattr("swd_lens.factorization.residuals.torch.empty", lambda *_, **__: next(true))
         with pytest.raises(OSError, match="layer-1 was changed, cut or removed while it was in use"):
             list(residuals.batches())
-
-
-def test_containers_with_one_temporary_folder_leave_each_others_residuals(model, tmp_path, monkeypatch):
-    """Neither sees the other's processes: the number of the first one's is nobody's here."""
-    with Residuals(model, TOKENS, ROWS, tmp_path) as first, Residuals(model, TOKENS, ROWS, tmp_path) as second:
-        with monkeypatch.context() as container:
-            container.setattr(os, "getpid", lambda: 2**22 + 1)
-            first.advance(1)
-        before = [start.residual for _, start in first.batches()]
-        second.advance(1)
-        assert all(torch.equal(start.residual, h) for (_, start), h in zip(first.batches(), before, strict=True))
-        first.advance(2)
 
 
 def test_a_second_call_leaves_the_residuals_of_the_first_and_removes_those_of_a_dead_one(model, tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ from swd_lens.hosts.sites import Site
 from swd_lens.units import Attachment
 from tests.factorization.test_factorize import QUICK, assert_same, bits
 from tests.micro import random_tokens, toy_model
-from tests.remains import left_by_a_killed_process
 
 TOKENS = random_tokens(12, 9)
 
@@ -56,20 +55,6 @@ def test_per_block_reads_behind_the_earlier_blocks_only(model, monkeypatch):
         assert bits(theirs["blocks.1.mlp_out"]) != bits(made["blocks.1.mlp_out"])
 
 
-@pytest.mark.parametrize("finished", [1, 3, 6])
-def test_per_block_resumed_in_the_middle_of_a_block(model, tmp_path, monkeypatch, finished):
-    """What is missing of a block is calibrated without what is finished of it."""
-    from tests.factorization.test_factorize import count_solves
-
-    named = {**QUICK, "tokens": TOKENS, "calibration": "per_block"}
-    whole = swd.factorize(model, "all", **named, out=tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        count_solves(patch, stop_at=finished)
-        with pytest.raises(KeyboardInterrupt):
-            swd.factorize(model, "all", **named, out=tmp_path / "part")
-    assert_same(swd.factorize(model, "all", **named, out=tmp_path / "part"), whole)
-
-
 def test_dense_grams_in_several_passes_are_those_of_one(model, monkeypatch):
     named = {**QUICK, "tokens": TOKENS, "calibration": "dense"}
     whole = swd.factorize(model, "all", **named)
@@ -92,21 +77,6 @@ def test_blocks_are_not_run_again_for_every_later_site(model):
     batches, stages, probes = 16, 4, 8
     assert ran.count(0) <= batches * (stages + 1) + 4 + probes
     assert ran.count(1) <= batches * stages + 4 + probes
-
-
-def _interrupt(*arguments, **named):
-    raise KeyboardInterrupt
-
-
-def test_what_a_killed_process_left_is_removed(model, tmp_path):
-    left_by_a_killed_process(tmp_path / "swd-lens-residuals")
-    swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=tmp_path)
-    assert sorted(path.name[:17] for path in tmp_path.iterdir()) == ["blocks.0.mlp_out.", "blocks.1.mlp_out.", "factors.json"]
-    # Interrupted before the first matrix is finished, nothing is left of a folder that was not there.
-    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("swd_lens.solver.solve", _interrupt)
-        swd.factorize(model, "blocks.1.*", **QUICK, tokens=TOKENS, out=tmp_path / "new")
-    assert not (tmp_path / "new").exists()
 
 
 def test_what_a_host_of_another_dtype_remembers():

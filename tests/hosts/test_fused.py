@@ -231,37 +231,6 @@ def test_a_host_that_gives_other_numbers_stays_plain_and_says_so(kind, family, m
 
 @two_families
 @torch.no_grad()
-def test_a_host_that_cannot_run_fused_stays_plain(kind, family, monkeypatch):
-    host = fresh(kind, family)
-    plain = host.run(TOKENS)
-
-    def fails(*_, **__):
-        raise RuntimeError("no kernel")
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", fails)
-    failed = r"fails when it is shortened \(fused attention\): RuntimeError: no kernel"
-    with pytest.warns(UserWarning, match=failed), fused_attention(host, TOKENS) as is_fused:
-        assert not is_fused and torch.equal(host.run(TOKENS), plain)
-
-
-@two_families
-@torch.no_grad()
-def test_for_want_of_memory_a_host_does_not_stay_plain(kind, family, monkeypatch):
-    host = fresh(kind, family)
-    plain, before = host.run(TOKENS), state(host.model)
-
-    def fails(*_, **__):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(F, "scaled_dot_product_attention", fails)
-        with pytest.raises(RuntimeError, match="can't allocate memory"), fused_attention(host, TOKENS):
-            pass
-    assert state(host.model) == before and torch.equal(host.run(TOKENS), plain)
-
-
-@two_families
-@torch.no_grad()
 def test_after_an_exception_the_host_is_as_it_was(kind, family):
     host = fresh(kind, family)
     plain, before = host.run(TOKENS), state(host.model)

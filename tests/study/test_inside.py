@@ -15,7 +15,7 @@ from swd_lens.study.section import AttentionView, ReportSection
 def factors(default_model):
     text = swd.text_tokens(2_048, split="train")
     sites = ["blocks.0.attn_qkv", "blocks.1.attn_o", "blocks.2.mlp_out"]
-    return swd.factorize(default_model, sites, sparsity=0.6, tokens=text, preset="quick", progress=False)
+    return swd.factorize(default_model, sites, sparsity=0.6, tokens=text, preset="quick", outer_iterations=4, progress=False)
 
 
 @pytest.fixture(scope="module")

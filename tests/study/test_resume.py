@@ -13,7 +13,7 @@ import swd_lens as swd
 import swd_lens.circuits.protocol
 from swd_lens.base.errors import BudgetError
 from swd_lens.base.sealed import read_tensors, write_tensors
-from swd_lens.base.step_cache import CALL, FOLDER, StepCache
+from swd_lens.base.step_cache import FOLDER
 from swd_lens.study import Run, run_study
 from swd_lens.study.resume import memory_of, task_fingerprint
 from swd_lens.study.run_file import STAGED
@@ -223,27 +223,6 @@ def test_a_usual_control_that_cannot_keep_a_goal_is_left_out(model, monkeypatch,
         study(model, **how, controls=("pruned",))
 
 
-def test_a_damaged_part_is_refused(model, whole, tmp_path):
-    for number, path in enumerate(sorted((whole / FOLDER).iterdir())):
-        folder = tmp_path / str(number)
-        shutil.copytree(whole, folder)
-        part = folder / FOLDER / path.name
-        data = bytearray(part.read_bytes())
-        data[len(data) // 2] ^= 1
-        part.write_bytes(data)
-        with pytest.raises(swd.ResumeError, match=path.name.replace("[", r"\[")):
-            study(model, folder)
-
-
-def test_saved_over_what_a_killed_call_left(whole, tmp_path):
-    folder = shutil.copytree(whole, tmp_path / "killed")
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-    for made in (folder / "factors").iterdir():
-        (made / ".writer.lock").touch()
-    Run.load(folder).save(folder)
-    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) == names
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -295,23 +274,6 @@ def test_a_curve_of_other_values_under_a_right_hash_is_refused(model, whole, tmp
     write_tensors(part, {**tensors, edges: tensors[edges][1:].contiguous()}, metadata)
     with pytest.raises(swd.ResumeError, match=f"{edges}: shape"):
         study(model, folder)
-
-
-def test_parts_of_other_keys_are_refused(tmp_path):
-    parts = StepCache(tmp_path, {"host": "a"})
-    parts.values(("one",), lambda: {"value": float("nan")}, dict)
-    assert parts.values(("one",), dict, dict) == {"value": None}
-    (first,) = (path for path in (tmp_path / FOLDER).iterdir() if path.name != CALL)
-    parts.values(("two",), lambda: {"value": 2}, dict)
-    (second,) = (path for path in (tmp_path / FOLDER).iterdir() if path.name not in (CALL, first.name))
-    second.write_bytes(first.read_bytes())
-    with pytest.raises(swd.ResumeError, match="a part of another call"):
-        parts.values(("two",), dict, dict)
-    # Without the settings nobody knows whose parts they are; what the user keeps there is left alone.
-    (tmp_path / FOLDER / CALL).unlink()
-    (tmp_path / FOLDER / "notes.json").write_text("mine")
-    assert ("one",) not in StepCache(tmp_path, {"host": "a"})
-    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == [CALL, "notes.json"]
 
 
 # ---------------------------------------------------------------------------------------------- nothing twice

@@ -1,7 +1,6 @@
 """A run is saved whole, whoever reads or writes its folder meanwhile, and its names are seen."""
 
 import io
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +9,11 @@ import torch
 from rich.console import Console
 
 from swd_lens.circuits import Comparison
-from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.report import render_report
 from swd_lens.report.terminal import run_tables
 from swd_lens.study import Run
-from swd_lens.study.run_file import STAGED, Replacement
-from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.study.run_file import STAGED
+from swd_lens.units.factors import FactorSet
 
 
 def test_saving_a_loaded_run_again_changes_nothing(run: Run, tmp_path: Path) -> None:
@@ -50,36 +48,6 @@ def test_odd_names_are_seen_in_the_report_the_terminal_and_reprs(run: Run) -> No
         console.print(table)
     for shown in (page, console.file.getvalue(), repr(named), named._repr_html_()):  # type: ignore[attr-defined]
         assert not [c for c in shown if not c.isprintable() and c not in "\n\t"]
-
-
-def test_a_reader_beside_a_writer_sees_one_run_or_the_other(tmp_path: Path) -> None:
-    site, ended, failed = "blocks.0.mlp_out", threading.Event(), []
-
-    def made(scale: float) -> Run:
-        factors = FactorSet({site: Factors(torch.eye(2), scale * torch.eye(2))})
-        measured = Fidelity(1.0, 1.0, 0.0, 1.0, {site: 0.5}, 10)
-        return Run({}, [Replacement("mlp", "SWD", factors, measured, 0.0)], {}, [], scale)
-
-    def write() -> None:
-        try:
-            for i in range(10):
-                made(2.0 - i % 2).save(tmp_path)
-        except BaseException as failure:
-            failed.append(failure)
-        finally:
-            ended.set()
-
-    made(1.0).save(tmp_path)
-    writer = threading.Thread(target=write)
-    writer.start()
-    seen = set()
-    while not ended.is_set():
-        loaded = Run.load(tmp_path)
-        factors = loaded.replacements[0].factors
-        assert isinstance(factors, FactorSet) and float(factors[site].write[0, 0]) == loaded.seconds
-        seen.add(loaded.seconds)
-    writer.join()
-    assert not failed and Run.load(tmp_path).seconds == 1.0 and seen <= {1.0, 2.0}
 
 
 @pytest.mark.quick_cases(1)

@@ -1,7 +1,6 @@
 """A run in its folder: what comes back is the run that was saved, as far as a report shows it; nothing else passes for one."""
 
 import json
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from math import isnan, nan
@@ -90,6 +89,9 @@ def test_surfaces_whose_folders_would_be_one(run: Run, tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "factors").iterdir()) == ["a_b-SWD_s=0.5", "a_b-SWD_s=0.5-2"]
 
 
+_DAMAGED = r"run\.json is not a run, or damaged"
+
+
 def _dropped(key: str) -> Callable[[dict[str, Any]], Any]:
     return lambda values: values.pop(key)
 
@@ -109,6 +111,19 @@ def _dropped(key: str) -> Callable[[dict[str, Any]], Any]:
         (lambda values: values["extras"].append(_RAGGED), "is not a run, or damaged .*rows of other lengths"),
         (lambda values: values["units"][0]["contexts"][0].update(peak=99), "is not a run, or damaged .*its peak at 99"),
         (lambda values: values["units"][0]["contexts"][0]["z"].pop(), "is not a run, or damaged .*5 tokens has 4 z"),
+        # These once broke the report, with a KeyError or an AttributeError.
+        (lambda values: values["settings"].update(tasks=[1]), _DAMAGED),
+        (lambda values: values["settings"].update(surfaces=3), _DAMAGED),
+        (lambda values: values["settings"].update(model=None), _DAMAGED),
+        (lambda values: values["fidelity"][0].update(edges="many"), _DAMAGED),
+        (lambda values: values["fidelity"][-1]["factors"]["sites"].update({"nowhere": {}}), _DAMAGED),
+        (lambda values: values["circuits"][0]["rows"][0].pop("edges"), _DAMAGED),
+        (lambda values: values["circuits"][0].update(task=None), _DAMAGED),
+        (lambda values: values["units"][0].update(unit="c380"), _DAMAGED),
+        (lambda values: values["units"][0].update(rank=[]), _DAMAGED),
+        (lambda values: values.update(comparisons=[1, 2]), _DAMAGED),
+        (lambda values: values.update(seconds="long"), _DAMAGED),
+        (lambda values: values.update(files=3), _DAMAGED),
     ],
 )
 def test_what_is_no_run_is_refused(folder: Path, tmp_path: Path, change: Any, message: str) -> None:
@@ -141,25 +156,6 @@ def test_what_is_not_there_is_named(folder: Path, tmp_path: Path) -> None:
         Run.load(tmp_path)
 
 
-def test_no_changed_byte_of_run_json_is_read_as_another_run(run: Run, folder: Path, tmp_path: Path) -> None:
-    """A changed digit was once another number in the report, silently."""
-    whole, numbers, dice = (folder / "run.json").read_bytes(), _numbers(run), random.Random(0)
-    (tmp_path / "factors").symlink_to(folder / "factors")
-    digit = whole.index(b"ce_delta") + 15
-    for place in [digit, *(dice.randrange(len(whole)) for _ in range(20))]:
-        byte = whole[place] ^ (1 << dice.randrange(8) if place != digit else 1)
-        (tmp_path / "run.json").write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
-        try:
-            loaded = Run.load(tmp_path)
-        except ValueError as refusal:
-            assert str(tmp_path / "run.json") in str(refusal) and place != -1
-        else:  # a blank that became another
-            assert place != digit and _numbers(loaded) == numbers
-    (tmp_path / "run.json").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="or damaged"):
-        Run.load(tmp_path)
-
-
 def test_factors_of_another_run_are_refused_although_their_edges_are_as_many(run: Run, tmp_path: Path) -> None:
     run.save(tmp_path)
     name, values = next(iter(json.loads((tmp_path / "run.json").read_text())["files"].items()))
@@ -169,31 +165,4 @@ def test_factors_of_another_run_are_refused_although_their_edges_are_as_many(run
     assert len(values) == 64 and FactorSet(scaled).edges == other.edges
     FactorSet(scaled).save(place)
     with pytest.raises(ValueError, match=r"factors\.json: not what was written there as a run"):
-        Run.load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda values: values["settings"].update(tasks=[1]),
-        lambda values: values["settings"].update(surfaces=3),
-        lambda values: values["settings"].update(model=None),
-        lambda values: values["fidelity"][0].update(edges="many"),
-        lambda values: values["fidelity"][-1]["factors"]["sites"].update({"nowhere": {}}),
-        lambda values: values["circuits"][0]["rows"][0].pop("edges"),
-        lambda values: values["circuits"][0].update(task=None),
-        lambda values: values["units"][0].update(unit="c380"),
-        lambda values: values["units"][0].update(rank=[]),
-        lambda values: values.update(comparisons=[1, 2]),
-        lambda values: values.update(seconds="long"),
-        lambda values: values.update(files=3),
-    ],
-)
-def test_values_of_another_kind_are_refused_when_loaded(folder: Path, tmp_path: Path, change: Any) -> None:
-    """They once broke the report, with a KeyError or an AttributeError."""
-    values = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    change(values)
-    (tmp_path / "factors").symlink_to(folder / "factors")
-    (tmp_path / "run.json").write_text(json.dumps(seal(values)), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"run\.json is not a run, or damaged"):
         Run.load(tmp_path)

@@ -9,11 +9,12 @@ from swd_lens.report.page import render_report
 from swd_lens.study.trust import COLUMNS, PROMPTS, _of_common_lengths, look_at_trust, trusted, verdict_of
 from tests.micro import split_of
 
+pytestmark = pytest.mark.usefixtures("few_alternations")
 SITE = "blocks.3.mlp_out"
 
 
 @pytest.fixture(scope="module")
-def run(default_model, tasks):
+def run(default_model, tasks, few_alternations):
     calibration, heldout = swd.text_tokens(1024, split="train"), swd.text_tokens(1024, split="test")
     texts = {"calibration_tokens": calibration, "heldout_tokens": heldout}
     return swd.run_study(default_model, {SITE: SITE}, tasks, sparsities=(0.75,), controls=(), **texts, outer_iterations=4)

@@ -143,27 +143,6 @@ def a_repository_of_something_else():
     assert not [request for request in hub.requests if request.startswith("GET /user/model/resolve")]
 
 
-def an_interrupted_download():
-    FIRST.push_to_hub("user/cut", token=TOKEN)
-    (name,) = [name for name in hub.repositories["user/cut"].commits[hub.repositories["user/cut"].head] if "mlp_out" in name]
-    hub.cut[name] = 100
-    cache = FOLDER / "interrupted"
-    raises(Exception, "closed connection")(load, "user/cut", cache_dir=cache)
-    raises((FileNotFoundError, swd.FactorFileError))(load, "user/cut", cache_dir=cache, local_files_only=True)
-    hub.cut.clear()
-    assert same(load("user/cut", cache_dir=cache), FIRST)
-
-
-def a_damaged_repository():
-    repository = hub.repositories["user/damaged"] = Repository()
-    whole = hub.repositories["user/cut"].commits[hub.repositories["user/cut"].head]
-    (name,) = [name for name in whole if "mlp_out" in name]
-    repository.commit({**whole, name: whole[name][:-1]})
-    raises(swd.FactorFileError, f"{name} is not the file that factors.json was written with")(load, "user/damaged")
-    repository.commit({path: content for path, content in whole.items() if path != name})
-    raises(swd.FactorFileError, f"{name}, the factors of blocks.0.mlp_out, is missing")(load, "user/damaged")
-
-
 def nothing_else_was_asked_for():
     assert not hub.unexpected, hub.unexpected
 
@@ -184,8 +163,6 @@ SCENARIOS = (
     saved_and_pushed_in_one_call,
     what_is_not_there,
     a_repository_of_something_else,
-    an_interrupted_download,
-    a_damaged_repository,
     nothing_else_was_asked_for,
     without_the_hub,
 )

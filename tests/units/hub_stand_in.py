@@ -3,7 +3,6 @@
 1. `StandIn` serves 127.0.0.1 from a thread and keeps repositories in memory: commits, each a whole tree of files.
 2. Writing needs the token, reading a private repository too; errors carry the hub's X-Error-Code.
 3. Every request is in `requests`. One that it does not understand gets a 404 and is in `unexpected` as well.
-4. `cut` breaks the connection in the middle of a file, `cut[path]` bytes after its start.
 
 Large files go through the commit as text (uploadMode "regular"): the hub itself would ask for its own file storage, which
 is the client's business alone.
@@ -49,7 +48,6 @@ class StandIn:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
         self.unexpected: list[str] = []
-        self.cut: dict[str, int] = {}
         hub = self
 
         class Handler(_Handler):
@@ -165,13 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
             return
         content = repository.commits[commit][path]
-        headers = {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
-        start = 0
-        if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or ""):
-            start = int(wanted[1])
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        stop = self.stand_in.cut.get(path, len(content)) if self.command == "GET" else len(content)
-        self._send(206 if wanted else 200, content[start:], headers, max(0, stop - start))
+        self._send(200, content, {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": commit})
 
     # ------------------------------------------------------------------ answers
 
@@ -201,16 +193,16 @@ class _Handler(BaseHTTPRequestHandler):
         more = {"Content-Type": "application/json", **(headers or {})}
         if status >= 400 and isinstance(value, dict):
             more["X-Error-Message"] = value.get("error", "refused")
-        self._send(status, body, more, len(body))
+        self._send(status, body, more)
 
-    def _send(self, status: int, body: bytes, headers: dict[str, str], sent: int) -> None:
+    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         for key, value in headers.items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[:sent])
+            self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
         pass  # `requests` is the log

@@ -1,7 +1,6 @@
 """Training a baseline: the same bits whatever interrupts it, folders, what is refused, the host as it was, reports."""
 
 import copy
-import json
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ import torch
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.base.errors import TrainError
-from swd_lens.base.sealed import write_sealed
 from swd_lens.train.baselines import LearnedUnits
 from swd_lens.train.engine import Engine
 from tests import families
@@ -91,27 +89,6 @@ def test_resumed_is_uninterrupted_to_the_bit_and_the_host_as_it_was(model, name,
     assert whole.log["loss"].iloc[-1] < whole.log["loss"].iloc[0] or "kl" in name
 
 
-def test_another_run_is_refused_and_a_finished_one_taken_over(model, tmp_path, monkeypatch):
-    first = bits(train(model, "transcoder", out=tmp_path))
-    text = (tmp_path / "run.json").read_text()
-    with pytest.raises(
-        swd.ResumeError,
-        match=r"holds another run: seed 42 then, 1 now; l1 5e-05 then, 0\.1 now\. Rerun with the original settings",
-    ):
-        train(model, "transcoder", out=tmp_path, l1=0.1, seed=1)
-    with pytest.raises(swd.ResumeError, match="kept_after_steps"):
-        train(model, "transcoder", out=tmp_path, keep=(100,))
-    with pytest.raises(swd.ResumeError, match=r"the tokens .* then, .* now"):
-        baselines.transcoder(model, SITE, TOKENS.flip(0), out=tmp_path, **{**SAME, "dead_after": 60})
-    assert (tmp_path / "run.json").read_text() == text
-    with monkeypatch.context() as patch:
-        interrupt(patch, 0)
-        assert bits(train(model, "transcoder", out=tmp_path)) == first
-    again = train(model, "transcoder", out=tmp_path, seed=1, overwrite=True)
-    assert bits(again) != first
-    assert bits(again) == bits(train(model, "transcoder", seed=1))
-
-
 def test_overwriting_does_not_go_on_from_the_run_before(model, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt(patch, 4)
@@ -139,23 +116,6 @@ def test_save_and_load(model, name, tmp_path):
         assert at.tokens == 100 and swd.fidelity(model, at, TOKENS) == swd.fidelity(model, units.at(100), TOKENS)
     with pytest.raises(TrainError, match="no weights were kept at 77 tokens; there are 50, 100, 200, 350"):
         units.at(77)
-
-
-def test_damaged_folders_are_named(model, tmp_path):
-    train(model, "transcoder", out=tmp_path)
-    (weights,) = (tmp_path / "weights").glob("000000000000100.*.safetensors")
-    weights.write_bytes(b"short")
-    with pytest.raises(TrainError, match=rf"{weights.name} is not weights of learned units, or damaged"):
-        LearnedUnits.load(tmp_path)
-    weights.unlink()
-    with pytest.raises(TrainError, match=rf"{weights.name} is missing"):
-        LearnedUnits.load(tmp_path)
-    write_sealed(tmp_path / "units.json", {**json.loads((tmp_path / "units.json").read_text()), "format": 9})
-    with pytest.raises(TrainError, match="has format 9, newer than this swd_lens"):
-        LearnedUnits.load(tmp_path)
-    (tmp_path / "units.json").write_text("{")
-    with pytest.raises(TrainError, match=r"units\.json is not an index of learned units, or damaged"):
-        LearnedUnits.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["transcoder", "transcoder of an MLP", "vpd_recon of an MLP"])

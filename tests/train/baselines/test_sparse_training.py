@@ -1,7 +1,5 @@
 """Sparse pretraining end to end on a tiny GPT-2: the schedule at work, interruption, the folder as a host, channels as units."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,7 +14,7 @@ from swd_lens.hosts.embedded.corpus import load_tokenizer
 from swd_lens.train.baselines import SparseSpec
 from swd_lens.train.baselines.sparse_network import budget, config_of, matrices, new_network, nonzeros
 from swd_lens.train.baselines.sparse_training import SPARSE_PRETRAINS
-from swd_lens.train.engine import Engine, normalized, root_mean_square
+from swd_lens.train.engine import normalized, root_mean_square
 from swd_lens.train.rows import Shuffled
 from tests import families
 from tests.micro import random_split
@@ -98,34 +96,6 @@ def test_one_update_by_hand(tokenizer, tmp_path):
         second = (0.95 * 0.05 * g1**2 + 0.05 * g2**2) / (1 - 0.95**2)
         expected = p.detach() * (1 - rate * 1e-3) - rate * first / (second.sqrt() + 0.1)
         torch.testing.assert_close(moved[name], expected, rtol=1e-5, atol=1e-7)
-
-
-def test_resumed_is_uninterrupted_to_the_bit(trained, tokenizer, tmp_path, monkeypatch):
-    one = Engine.advance
-
-    def stopping(self, rows):
-        if self.step == 14:
-            raise KeyboardInterrupt
-        return one(self, rows)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "advance", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            train(tmp_path, tokenizer)
-    made = []
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "advance", lambda self, rows: made.append(self.step) or one(self, rows))
-        resumed = train(tmp_path, tokenizer)
-    assert made == list(range(12, 20))
-    assert weights(resumed) == weights(trained) and resumed.log.equals(trained.log)
-    assert resumed.provenance == trained.provenance
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "model", "run.json"]
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "advance", stopping)
-        assert weights(train(tmp_path, tokenizer)) == weights(trained)  # taken over
-    with pytest.raises(swd.ResumeError, match=r"end_density 0\.2 then, 0\.5 now.*Rerun with the original settings"):
-        train(tmp_path, tokenizer, end_density=0.5)
-    assert json.loads((tmp_path / "run.json").read_text())["finished"] is True
 
 
 def test_rows_at_once_change_rounding_only(trained, tokenizer, tmp_path, monkeypatch):
