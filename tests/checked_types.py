@@ -29,7 +29,15 @@ from typing import Any
 import jaxtyping
 import torch
 from beartype import BeartypeConf, beartype
-from jaxtyping import _array_types, _storage
+
+try:  # jaxtyping's own, which another version may have elsewhere: all is as fast as jaxtyping then
+    from jaxtyping import _array_types, _storage
+
+    _fits: Any = _array_types._MetaAbstractArray.__instancecheck__
+    _parts = _array_types._anonymous_dim, _array_types._FixedDim, _array_types._NamedDim, _storage._shape_storage
+    _scoped = _storage.push_shape_memo, _storage.pop_shape_memo
+except (ImportError, AttributeError):
+    _fits = None
 
 EVERYTHING = os.environ.get("SWD_LENS_TYPES") == "all"
 CALLS = math.inf if EVERYTHING else 4
@@ -40,14 +48,14 @@ _GLOBALS = {"__name__": __name__, "__builtins__": builtins}
 _tests = itertools.count()
 _test = next(_tests)  # the number of the test that runs
 _generated: dict[CodeType, FunctionType] = {}  # code of a function -> beartype's wrapper of one function with that code
-_fits = _array_types._MetaAbstractArray.__instancecheck__
 _plain_axes: dict[type, tuple[list[str | int | None], set[torch.dtype]] | None] = {}
 
 
 def install() -> None:
     """For modules of swd_lens that are imported from now on."""
     jaxtyping.jaxtyped = checked
-    _array_types._MetaAbstractArray.__instancecheck__ = fits
+    if _fits is not None:
+        _array_types._MetaAbstractArray.__instancecheck__ = fits
     if sys.version_info < (3, 12):
         _look_at_protocols_as_python_3_12_does()
 
@@ -150,7 +158,7 @@ def _has_arrays(function: FunctionType) -> bool:
 def _in_a_scope(function: FunctionType) -> Any:
     """The function, its annotations checked, in a scope of its own for the names of axes, if it has any."""
     call: Any = None
-    has_arrays = _has_arrays(function)
+    has_arrays, scope = _has_arrays(function), _jaxtyped("context")
     test, left = -1, CALLS
 
     @functools.wraps(function)
@@ -167,6 +175,9 @@ def _in_a_scope(function: FunctionType) -> Any:
             call = _checked_by_beartype(function)
         if not has_arrays:
             return call(*args, **kwargs)
+        if _fits is None:
+            with scope:
+                return call(*args, **kwargs)
         _storage.push_shape_memo({})
         try:
             return call(*args, **kwargs)
