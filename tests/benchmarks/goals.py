@@ -4,7 +4,8 @@
     python -m tests.benchmarks.goals --folder goals/ --record     and results/goals.json
 
 1. For each matrix and each goal one call, `swd.factorize(model, site, kl=goal, tokens=tokens)`, with nothing else said. KL is
-   measured where the call judged it (the last quarter of its tokens) and on text that it never saw.
+   measured by the call itself (on the last quarter of its tokens and, corrected, on the rows that it fitted) and on text that
+   it never saw.
 2. The grid: `factorize` at every sparsity, share of reads and basis, fitted and judged on the call's own rows. Of those grid
    points that keep the goal there, the one whose effects on next tokens take the fewest edges (`concentration`).
 3. Every row is written to `--folder` when it is there.
@@ -97,7 +98,7 @@ def calls(folder: Path) -> dict[tuple[str, float], dict[str, Any]]:
 
 
 def table_of_calls(rows: dict[tuple[str, float], dict[str, Any]]) -> Table:
-    columns = ["site", "goal", "method", "s", "edges", "KL judged / goal", "KL on other text / goal", "its se", "seconds"]
+    columns = ["site", "goal", "method", "s", "edges", "KL by the call / goal", "KL on other text / goal", "its se", "seconds"]
     lines = []
     for (site, goal), row in rows.items():
         line = [site, f"{goal:g}", row["method"], f"{row['s']:.3f}", f"{row['edges']:,}", f"{row['KL'] / goal:.2f}"]
@@ -166,7 +167,7 @@ def main() -> None:
     print(*(table.markdown() for table in tables), *said(rows, ratios), sep="\n\n")
     if args.record:
         about = [
-            f"The embedded model, {CALIBRATION:,} calibration tokens, of which the last quarter judges; other text: {HELDOUT:,} "
+            f"The embedded model, {CALIBRATION:,} calibration tokens, of which the last quarter judges, then all; other text: {HELDOUT:,} "
             "tokens of the test split.",
             *said(rows, ratios),
         ]
