@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +23,7 @@ from swd_lens.cli.options import (
     HostOption,
     KlOption,
     LargeModelOptions,
+    ModelOptions,
     OutputOptions,
     OverwriteOption,
     SolverOptions,
@@ -119,6 +120,79 @@ def _with_trust(run: Run, model: Any, tasks: Sequence[Task], site: str, kept: Pa
     return replace(run, extras=[section, *run.extras], seconds=run.seconds + time.perf_counter() - began)
 
 
+@dataclass(frozen=True)
+class PromptOptions:
+    """The tasks, and how many prompts each has."""
+
+    task: Annotated[list[str], Option("--task", help="Task family or path to an auto-circuit JSON file; repeatable.")]
+    n_train: Annotated[int, Option(help="Prompts of each task that score units.", min=1)] = 600
+    n_validation: Annotated[
+        int | None, Option(help="Prompts of each task that choose between circuits. [default: as many as --n-test]", min=1)
+    ] = None
+    n_test: Annotated[int, Option(help="Prompts of each task that judge circuits.", min=1)] = 200
+
+    def read(self, model: Any) -> list[Task]:
+        say(f"read {', '.join(self.task)} and text")
+        sizes: dict[str, Any] = {"n_train": self.n_train, "n_validation": self.n_validation, "n_test": self.n_test}
+        return [load_task(name, model, **sizes) for name in self.task]
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """The methods that a study compares."""
+
+    factors: Annotated[
+        list[Path] | None,
+        Option(help="Folder of finished factors, or of what finetune or replace left (then the tuned ones); repeatable."),
+    ] = None
+    sparsity: Annotated[
+        list[float] | None,
+        Option("--sparsity", "-s", help="s in (0, 1); repeatable. [default: 0.5 0.75; with --factors or a goal none]"),
+    ] = None
+    kl: KlOption = None
+    ce: CeOption = None
+    controls: Annotated[
+        str | None,
+        Option(
+            help=f"What stands beside SWD, with commas: {', '.join(CONTROLS)}; or 'none'. "
+            f"[default: {','.join(DEFAULT_CONTROLS)}, as far as they can be made]"
+        ),
+    ] = None
+    random_b_seeds: Annotated[int, Option(help="Of --controls random_b; the paper has 10.", min=1)] = RANDOM_B_SEEDS
+    beside: Annotated[
+        list[Path] | None, Option(help="Folder of train-baseline, compared beside SWD in the circuits; repeatable.")
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of `run_study` that its forecast of memory takes, too."""
+        finished = _labelled("--factors", self.factors or [], finished_factors)
+        asked = (
+            None if self.controls is None else [] if self.controls == "none" else [n.strip() for n in self.controls.split(",")]
+        )
+        for name in asked or ():
+            one_of("--controls (or 'none')", name, CONTROLS)
+        made = tuple(self.sparsity or (() if finished or (self.kl, self.ce) != (None, None) else (0.5, 0.75)))
+        return {"sparsities": made, "kl": self.kl, "ce": self.ce, "factors": finished, "controls": asked}
+
+    def refuse_beside_best(self, text: TextOptions, others: Mapping[str, Any]) -> None:
+        """Refuse options of a study, and zero-data factors, where --best chooses."""
+        of_a_study = {
+            "--factors": self.factors,
+            "--sparsity": self.sparsity,
+            "--controls": self.controls,
+            "--beside": self.beside,
+        }
+        if given := [name for name, value in (of_a_study | {"--ce": self.ce} | dict(others)).items() if value]:
+            raise ValueError(
+                f"--best chooses how units are made and beside what they stand; leave out {legible(', '.join(given))}, or "
+                "leave out --best"
+            )
+        if not text.tokens:
+            raise TokenError(
+                "a goal (kl= or ce=) needs tokens: factors are fitted on a part of the text and judged on another one"
+            )
+
+
 @command(app, goes_on=True)
 def circuit(
     *,
@@ -130,32 +204,12 @@ def circuit(
             help="Pattern of sites; repeatable. Or 'auto': those that the tasks need most. [default: those of --factors]",
         ),
     ] = None,
-    factors: Annotated[
-        list[Path] | None,
-        Option(help="Folder of finished factors, or of what finetune or replace left (then the tuned ones); repeatable."),
-    ] = None,
-    task: Annotated[list[str], Option("--task", help="Task family or path to an auto-circuit JSON file; repeatable.")],
+    prompts: PromptOptions,
     model_options: LargeModelOptions,
-    sparsity: Annotated[
-        list[float] | None,
-        Option("--sparsity", "-s", help="s in (0, 1); repeatable. [default: 0.5 0.75; with --factors or a goal none]"),
-    ] = None,
     text: TextOptions,
-    n_train: Annotated[int, Option(help="Prompts of each task that score units.", min=1)] = 600,
-    n_validation: Annotated[
-        int | None, Option(help="Prompts of each task that choose between circuits. [default: as many as --n-test]", min=1)
-    ] = None,
-    n_test: Annotated[int, Option(help="Prompts of each task that judge circuits.", min=1)] = 200,
+    methods: MethodOptions,
     positions: Annotated[list[str], Option(help="'scoring' (paper), 'all', or both by repeating.")] = ["scoring"],  # noqa: B006 - typer copies it
     ablation: Annotated[list[str], Option(help="In a unit's place: 'mean' (paper), 'zero', or both.")] = ["mean"],  # noqa: B006 - typer copies it
-    controls: Annotated[
-        str | None,
-        Option(
-            help=f"What stands beside SWD, with commas: {', '.join(CONTROLS)}; or 'none'. "
-            f"[default: {','.join(DEFAULT_CONTROLS)}, as far as they can be made]"
-        ),
-    ] = None,
-    random_b_seeds: Annotated[int, Option(help="Of --controls random_b; the paper has 10.", min=1)] = RANDOM_B_SEEDS,
     best: Annotated[
         bool,
         Option(
@@ -164,12 +218,7 @@ def circuit(
             "then 'auto' unless given.",
         ),
     ] = False,
-    kl: KlOption = None,
-    ce: CeOption = None,
     minutes: Annotated[float, Option(help="Of --best: about how long the search of a task may take.")] = 10.0,
-    beside: Annotated[
-        list[Path] | None, Option(help="Folder of train-baseline, compared beside SWD in the circuits; repeatable.")
-    ] = None,
     overwrite: OverwriteOption = False,
     solver: SolverOptions,
     printed: OutputOptions,
@@ -182,91 +231,78 @@ def circuit(
         one_of("--positions", where, ("scoring", "all"))
     for value in ablation:
         one_of("--ablation", value, ("mean", "zero"))
-    prompts = {"n_train": n_train, "n_validation": n_validation, "n_test": n_test}
-    auto = sites == ["auto"]
     if best:
-        of_a_study = {"--factors": factors, "--sparsity": sparsity, "--controls": controls, "--beside": beside}
-        of_a_study |= {"--ce": ce, "--positions": positions != ["scoring"], "--ablation": ablation != ["mean"]}
-        _refuse_beside_best(of_a_study | {"options of the solver": solver.arguments()}, text)
+        changed = {"--positions": positions != ["scoring"], "--ablation": ablation != ["mean"]}
+        methods.refuse_beside_best(text, changed | {"options of the solver": solver.arguments()})
         plan("load", "read", "the", complete=False)
-        model = model_options.load(None if auto else sites)
-        tasks = _read_tasks(task, model, prompts)
-        how = {"kl": DEFAULT_KL if kl is None else kl, "minutes": minutes}
-        texts = text.rows(model, model_options)
-        where = "auto" if auto or not sites else sites
-        best_circuits(model, tasks, where, texts, how, out=out, overwrite=overwrite, printed=printed)
+        model = model_options.load(None if sites == ["auto"] else sites)
+        tasks, texts = prompts.read(model), text.rows(model, model_options)
+        how = {"kl": DEFAULT_KL if methods.kl is None else methods.kl, "minutes": minutes}
+        best_circuits(
+            model,
+            tasks,
+            "auto" if sites in (None, ["auto"]) else sites,
+            texts,
+            how,
+            out=out,
+            overwrite=overwrite,
+            printed=printed,
+        )
         return
-    if not sites and not factors:
+    if not sites and not methods.factors:
         raise ValueError("name what to study: --sites, finished factors (--factors), or both")
-    finished = _labelled("--factors", factors or [], finished_factors)
-    baselines = _labelled("--beside", beside or [], trained_units)
-    asked = None if controls is None else [] if controls == "none" else [name.strip() for name in controls.split(",")]
-    for name in asked or ():
-        one_of("--controls (or 'none')", name, CONTROLS)
-    made = tuple(sparsity or (() if finished or (kl, ce) != (None, None) else (0.5, 0.75)))
-    # What both the forecast of memory and the study are of.
-    study: dict[str, Any] = {"sparsities": made, "kl": kl, "ce": ce, "factors": finished, "controls": asked}
-    study |= solver.arguments()
-    sizes = sizes_of(made, kl, ce)
-    beside_swd = controls_of(asked, sizes, solver.arguments())
+    baselines = _labelled("--beside", methods.beside or [], trained_units)
+    how = {"positions": positions, "ablation": ablation, "random_b_seeds": methods.random_b_seeds, "beside": baselines}
+    study = {**methods.arguments(), **solver.arguments()}
+    with writing(out, "circuit"):
+        _deliver(_studied(out, sites or [], prompts, model_options, text, study, how, overwrite), out, printed)
+
+
+def _studied(
+    out: Path,
+    sites: list[str],
+    prompts: PromptOptions,
+    model_options: ModelOptions,
+    text: TextOptions,
+    study: dict[str, Any],
+    how: dict[str, Any],
+    overwrite: bool,
+) -> Run:
+    """Screen the sites, say what the study will take, and run it.
+
+    Args:
+        sites: patterns, or "auto"; empty: those of finished factors.
+        study: arguments of `run_study` that its forecast of memory takes, too; how: further ones.
+    """
+    auto, finished, baselines = sites == ["auto"], study["factors"], how["beside"]
+    sizes = sizes_of(study["sparsities"], study["kl"], study["ce"])
+    beside_swd = controls_of(study["controls"], sizes, study)
     # One surface, unless the screen chooses, or finished factors bring their own.
     known = [] if auto or finished else [*study_steps(1, len(sizes), beside_swd, saved=True), "write"]
     steps = plan("load", "read", "screen", *known, complete=bool(known))
-    with writing(out, "circuit"):
-        model = model_options.load(None if auto else sites)
-        of_factors = [surface_of(model, each) for each in finished.values()]
-        replaced = sorted({site for names in of_factors for site in names})
-        if sites and not auto:
-            for label, units in baselines.items():  # before anything is run, or kept
-                require_surface(model, label, units, find_sites(model, sites))
-        tasks = _read_tasks(task, model, prompts)
-        tokens, heldout = text.rows(model, model_options)
-        screened = _screened(model, tasks, "all" if auto else [*(sites or ()), *replaced], out / "screen", overwrite)
-        surfaces: dict[str, Any] = screened.choose() if auto else {", ".join(sites): sites} if sites else {}
-        if not surfaces and not finished:
-            raise ValueError(
-                f"--sites auto: the model does none of these tasks ({legible(', '.join(screened.tasks))}), so no site "
-                "matters to them; name sites"
-            )
-        read: dict[str, Any] = {"calibration_tokens": tokens, "heldout_length": heldout.shape[1], "n_beside": len(baselines)}
-        say_memory_needed(memory_of(model, surfaces or {"": replaced}, tasks, **read, **study))
-        if not known:
-            named = [[site.name for site in find_sites(model, pattern)] for pattern in surfaces.values()]
-            n_surfaces = len({tuple(names) for names in (*named, *of_factors)})
-            steps.follow([*study_steps(n_surfaces, len(sizes), beside_swd, saved=True), "write"])
-        run = run_study(
-            model,
-            surfaces,
-            tasks,
-            calibration_tokens=tokens,
-            heldout_tokens=heldout,
-            positions=positions,
-            ablation=ablation,
-            random_b_seeds=random_b_seeds,
-            beside=baselines,
-            out=out,
-            overwrite=overwrite,
-            on_step=steps,
-            progress=True,
-            **study,
-        )
-        _deliver(replace(run, screen=screened), out, printed)
-
-
-def _refuse_beside_best(of_a_study: Mapping[str, Any], text: TextOptions) -> None:
-    """Refuse options of a study, and zero-data factors, where --best chooses."""
-    if given := [name for name, value in of_a_study.items() if value]:
+    model = model_options.load(None if auto or not sites else sites)
+    of_factors = [surface_of(model, each) for each in finished.values()]
+    replaced = sorted({site for names in of_factors for site in names})
+    if sites and not auto:
+        for label, units in baselines.items():  # before anything is run, or kept
+            require_surface(model, label, units, find_sites(model, sites))
+    tasks, (tokens, heldout) = prompts.read(model), text.rows(model, model_options)
+    screened = _screened(model, tasks, "all" if auto else [*sites, *replaced], out / "screen", overwrite)
+    surfaces: dict[str, Any] = screened.choose() if auto else {", ".join(sites): sites} if sites else {}
+    if not surfaces and not finished:
         raise ValueError(
-            f"--best chooses how units are made and beside what they stand; leave out {legible(', '.join(given))}, or "
-            "leave out --best"
+            f"--sites auto: the model does none of these tasks ({legible(', '.join(screened.tasks))}), so no site "
+            "matters to them; name sites"
         )
-    if not text.tokens:
-        raise TokenError("a goal (kl= or ce=) needs tokens: factors are fitted on a part of the text and judged on another one")
-
-
-def _read_tasks(names: Sequence[str], model: Any, sizes: Mapping[str, Any]) -> list[Task]:
-    say(f"read {', '.join(names)} and text")
-    return [load_task(name, model, **sizes) for name in names]
+    read: dict[str, Any] = {"calibration_tokens": tokens, "heldout_length": heldout.shape[1], "n_beside": len(baselines)}
+    say_memory_needed(memory_of(model, surfaces or {"": replaced}, tasks, **read, **study))
+    if not known:
+        named = [[site.name for site in find_sites(model, pattern)] for pattern in surfaces.values()]
+        n_surfaces = len({tuple(names) for names in (*named, *of_factors)})
+        steps.follow([*study_steps(n_surfaces, len(sizes), beside_swd, saved=True), "write"])
+    asked: dict[str, Any] = {"calibration_tokens": tokens, "heldout_tokens": heldout, "out": out, "overwrite": overwrite}
+    run = run_study(model, surfaces, tasks, on_step=steps, progress=True, **asked, **how, **study)
+    return replace(run, screen=screened)
 
 
 def _screened(model: Any, tasks: Sequence[Task], sites: Any, kept: Path, overwrite: bool) -> Screen:

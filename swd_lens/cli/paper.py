@@ -53,50 +53,26 @@ def paper(
         profiles = pd.DataFrame({"profile": list(items.PROFILES), "settings": list(items.PROFILES.values())})
         values = {"items": rows.to_dict("records"), "profiles": dict(items.PROFILES)}
         printed.show(values, table("Items of the paper", rows), table("Profiles", profiles))
-    elif item == _REPORT:
+        return
+    if item == _REPORT:
         if folder is None:
             raise ValueError("report needs the folder of finished items: swd-lens paper report DIR")
         path = write_paper_report(folder)
         show(printed.as_json, {"report": str(path)}, f"The report is in {path} ({path.stat().st_size / 1e6:.1f} MB).")
-    elif dry_run:
-        _show_plan(printed, item, profile, model, host, parsed_settings(settings))
-    else:
-        if out is None:
-            raise ValueError("--out says where the items go; --dry-run shows what they would do")
-        _run(printed, item, profile, model, host, text, out, overwrite, parsed_settings(settings))
-
-
-def _show_plan(printed: OutputOptions, item: str, profile: str, model: str | None, host: str, values: dict[str, Any]) -> None:
-    # A model that no profile names has to be loaded, to know its sizes.
-    known = model is None or model in SHAPES
-    planned = items.plan(item, profile, model if known else _load(str(model), host), **values)
-    lines = [line for each in planned.settings for line in (f"\n{each.item}: {each.question}", *_lines(each))]
-    costs = planned.table().drop(columns=["asks", "section"])
-    costs["time"] = [duration(60 * minutes) for minutes in costs.pop("minutes")]
-    note = "Estimates from shapes, good to a factor of three; each item alone. In one folder they share factors and passes."
-    printed.show(planned.as_dict(), *lines, table(f"Cost, profile {profile}", costs.round(2)), note)
-
-
-def _lines(settings: items.ItemSettings) -> Iterator[str]:
-    """A setting on two lines: its value, with the paper's where that is another and the section; and what it is."""
-    for row in settings.table().to_dict("records"):
-        paper_has = f" (paper: {row['paper']})" if row["paper"] else ""
-        source = f"  [{row['source']}]" if row["source"] else ""
-        yield f"  {row['setting']} = {row['value']}{paper_has}{source}"
-        yield f"      {row['about']}"
-
-
-def _run(
-    printed: OutputOptions,
-    item: str,
-    profile: str,
-    model: str | None,
-    host: str,
-    text: str | None,
-    out: Path,
-    overwrite: bool,
-    values: dict[str, Any],
-) -> None:
+        return
+    values = parsed_settings(settings)
+    if dry_run:
+        # A model that no profile names has to be loaded, to know its sizes.
+        known = model is None or model in SHAPES
+        planned = items.plan(item, profile, model if known else _load(str(model), host), **values)
+        lines = [line for each in planned.settings for line in (f"\n{each.item}: {each.question}", *_lines(each))]
+        costs = planned.table().drop(columns=["asks", "section"])
+        costs["time"] = [duration(60 * minutes) for minutes in costs.pop("minutes")]
+        note = "Estimates from shapes, good to a factor of three; each item alone. In one folder they share factors and passes."
+        printed.show(planned.as_dict(), *lines, table(f"Cost, profile {profile}", costs.round(2)), note)
+        return
+    if out is None:
+        raise ValueError("--out says where the items go; --dry-run shows what they would do")
     names = items_named(item, profile)
     first = items.plan(item, profile, **values).settings[0]  # a bad item or setting fails here, before anything is loaded
     steps = plan("load", *names, "write", complete=True)
@@ -109,6 +85,15 @@ def _run(
     printable = {name: json.loads(json.dumps(plain(result.as_dict()))) for name, result in results.items()}
     words = [line for result in results.values() for line in (f"\n{result.title()}", *result.findings)]
     printed.show(printable, *words, f"\nEverything is in {out}; the page is {path}.")
+
+
+def _lines(settings: items.ItemSettings) -> Iterator[str]:
+    """A setting on two lines: its value, with the paper's where that is another and the section; and what it is."""
+    for row in settings.table().to_dict("records"):
+        paper_has = f" (paper: {row['paper']})" if row["paper"] else ""
+        source = f"  [{row['source']}]" if row["source"] else ""
+        yield f"  {row['setting']} = {row['value']}{paper_has}{source}"
+        yield f"      {row['about']}"
 
 
 def _load(name: str, host: str) -> Any:

@@ -107,17 +107,10 @@ def _pair_section(screen: QKScreen, scan: QKScan, replay: QKReplay, telling: boo
             "What the pair adds to each attention score; rows are destinations.",
         ),
     )
-    columns = {"removed KL": 3, "dense KL": 3, "max change": 2, "agreement": 2, "share": 2, "gamma": 3}
-    frame = scan.table(PAIRS_LISTED)
-    rows = tuple(
-        (
-            f"L{row['layer']} H{row['head']} q{row['q unit']} × k{row['k unit']}",
-            str(row["text"]),
-            *(float(f"{row[name]:.{digits}g}") for name, digits in columns.items()),
-        )
-        for row in frame.to_dict("records")
-    )
-    table = SectionTable("Strongest cases of the scan (KL in nats)", ("pair", "prompt", *columns), rows)
+    columns = ["removed KL", "dense KL", "max change", "agreement", "share", "gamma"]
+    cases = scan.table(PAIRS_LISTED).drop(columns="prompt").rename(columns={"text": "prompt"})
+    cases["pair"] = [f"L{r['layer']} H{r['head']} q{r['q unit']} × k{r['k unit']}" for r in cases.to_dict("records")]
+    table = SectionTable.of("Strongest cases of the scan (KL in nats)", cases.filter(["pair", "prompt", *columns]), 3)
     intro = (
         "An attention score is a sum over pairs of query units and key units: z of one, times z of the other, times a fixed "
         "coefficient between their write vectors. So a head can be screened from its weights, and a pair followed on a prompt.",

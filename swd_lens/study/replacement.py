@@ -9,8 +9,8 @@
 With out= every step leaves its folder there, and the same call after an interruption goes on where it stopped.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from swd_lens.factorization.factorize import factorize
 from swd_lens.factorization.matrices import basis_asked
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.recording import standing_hooks
-from swd_lens.hosts.sites import Pattern, Site
+from swd_lens.hosts.sites import Pattern
 from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.study.generate import Samples, generate, prompt_rows
 from swd_lens.tasks.streams import as_stream
@@ -73,6 +73,9 @@ class ModelReplacement(Record):
         settings: what was asked for; plain JSON values.
     """
 
+    in_memory = ("factors", "finetuned")
+    derived = ("recovered",)
+
     factors: FactorSet
     finetuned: FactorSet | None
     before: Fidelity
@@ -105,15 +108,13 @@ class ModelReplacement(Record):
 
     def as_dict(self) -> dict[str, Any]:
         """Every number, as plain values."""
-        parts = {"before": self.before, "after": self.after, "allocation": self.allocation, "samples": self.samples}
-        return {
-            "swd_lens": __version__,
-            "settings": dict(self.settings),
-            "edges": self.factors.edges,
-            "sparsity": self.factors.sparsity,
-            "recovered": self.recovered,
-            **{name: None if part is None else part.as_dict() for name, part in parts.items()},
-        }
+        return {**super().as_dict(), "edges": self.factors.edges, "sparsity": self.factors.sparsity}
+
+    def write(self, folder: Path) -> None:
+        """Write the numbers and the samples into a folder."""
+        write_json(folder / NUMBERS, self.as_dict())
+        if self.samples is not None:
+            write_text(folder / SAMPLES, self.samples.side_by_side())
 
     def __repr__(self) -> str:
         return f"{self.title()}\n{self.table().to_string(index=False)}"
@@ -182,119 +183,74 @@ def replace_model(
         ResumeError: `out` holds something that was made otherwise.
         OSError: `out` cannot be written (a FolderInUseError: another call writes it); before any work.
     """
-    surface = find_sites(model, sites)
-    names = [site.name for site in surface]
     # 1. What is asked for; what would fail only after the factors are made is refused here.
-    paper, given = preset == "paper", isinstance(sparsity, Mapping)
-    if budgets is None:
-        budgets = "uniform" if paper or given or tokens is None or len(names) == 1 else "kl"
-    one_of("budgets", budgets, BUDGETS)
-    if given and budgets != "uniform":
-        raise SparsityError(f"sparsity is a mapping already; budgets={quoted(budgets)} needs one number whose total is spent")
-    if finetune == DEFAULT:
-        finetune = "paper" if paper else "best"
-    calibration = calibration or ("sequential" if paper else "corrected")
+    names = [site.name for site in find_sites(model, sites)]
+    asked = _settled(names, sparsity, tokens is not None, budgets, calibration, preset, finetune)
     if basis_asked(preset, options.get("units"), options) == AUTO:
         options.setdefault("basis", "paper")
     tuning, text = dict(finetune_options or {}), tokens if finetune_tokens is None else finetune_tokens
-    if finetune is not None and text is None:
-        raise ValueError("fine-tuning needs finetune_tokens= (zero-data factors have no tokens); or finetune=None")
-    _check_later_steps(model, heldout, prompts, finetune, tuning)
-    asked = dict(sparsity) if isinstance(sparsity, Mapping) else float(sparsity)
-    settings: dict[str, Any] = {"sites": names, "sparsity": asked}
-    settings |= {"budgets": budgets, "calibration": calibration, "preset": preset, "finetune": finetune}
-    settings |= {"options": _plain(options), "finetune_options": _plain(tuning), **standing_hooks(model)}
-    folder = None if out is None else Path(out)
+    _check_later_steps(model, heldout, prompts, asked["finetune"], tuning, text)
     steps = on_step if isinstance(on_step, Steps) else Steps(on_step, [], complete=False)
-    kinds = ["allocate"] * (budgets != "uniform") + ["factorize"]
-    steps.follow([*kinds, *["tune"] * (finetune is not None), "fidelity", *["continue"] * (len(prompts) > 0)])
-    n_bytes = _bytes_on_disk(folder, surface, asked, tuned=finetune is not None)
-    with nullcontext() if folder is None else writing(folder, "replace_model", n_bytes):
-        # 2. Budgets and factors.
-        allocation = None
-        if budgets != "uniform":
-            how = {"by": budgets, "batch_size": batch_size, "progress": progress}
-            how |= {name: value for name, value in options.items() if name in ("units", "basis")}
-            allocation = _allocation(model, names, asked, tokens, how, folder, overwrite, steps)
-        steps(f"factorize {len(names)} matrices")
-        factors = factorize(
-            model,
-            sites,
-            sparsity=sparsity if allocation is None else allocation,
-            tokens=tokens,
-            calibration=calibration,
-            preset=preset,
-            batch_size=batch_size,
-            progress=progress,
-            out=None if folder is None else folder / FACTORS,
-            overwrite=overwrite,
-            **options,
-        )
-        # 3. Fine-tuning.
-        finetuned = None
-        if finetune is not None:
-            tuned = None if folder is None else folder / FINETUNED
-            # Of other factors: what an overwriting call that was interrupted has left.
-            stale = tuned is not None and is_of_other_factors(tuned, factors)
-            recipe: dict[str, Any] = {"preset": finetune, "progress": progress, **tuning}
-            steps("tune the values on their supports")
-            finetuned = finetune_factors(model, factors, text, out=tuned, overwrite=overwrite or stale, **recipe)
+    kinds = ["allocate"] * (asked["budgets"] != "uniform") + ["factorize"] + ["tune"] * (asked["finetune"] is not None)
+    steps.follow([*kinds, "fidelity", *["continue"] * (len(prompts) > 0)])
+    call = _Call(model, names, asked, None if out is None else Path(out), overwrite, steps, progress)
+    with call.held():
+        # 2. and 3. Budgets and factors, whose values are tuned.
+        how = {"batch_size": batch_size, **options}
+        allocation = call.allocation(tokens, how) if asked["budgets"] != "uniform" else None
+        factors = call.factors(tokens, allocation or sparsity, how)
+        finetuned = None if asked["finetune"] is None else call.tuned(factors, text, tuning)
         # 4. Fidelity, together: the dense host runs once for both; and samples.
         steps("fidelity on held-out text")
-        replaced = {"before": factors} | ({} if finetuned is None else {"after": finetuned})
-        measured = fidelities(model, replaced, heldout, progress=progress)
-        samples = None
+        replaced = {"SWD": factors} | ({} if finetuned is None else {"SWD-FT": finetuned})
+        measured, samples = fidelities(model, replaced, heldout, progress=progress), None
         if len(prompts):
-            labelled = {"SWD": factors} | ({} if finetuned is None else {"SWD-FT": finetuned})
             steps("continue the prompts")
-            samples = generate(model, labelled, prompts, max_new_tokens=max_new_tokens, progress=progress)
-        before, after = measured["before"], measured.get("after")
-        replacement = ModelReplacement(factors, finetuned, before, after, allocation, samples, settings)
-        if folder is not None:
-            write_json(folder / NUMBERS, replacement.as_dict())
-            if samples is not None:
-                write_text(folder / SAMPLES, samples.side_by_side())
+            samples = generate(model, replaced, prompts, max_new_tokens=max_new_tokens, progress=progress)
+        settings = {**asked, "options": _plain(options), "finetune_options": _plain(tuning), **standing_hooks(model)}
+        replacement = ModelReplacement(factors, finetuned, measured["SWD"], measured.get("SWD-FT"), allocation, samples, settings)
+        if call.folder is not None:
+            replacement.write(call.folder)
         return replacement
 
 
-def _bytes_on_disk(folder: Path | None, surface: Sequence[Site], sparsity: Any, *, tuned: bool) -> int:
-    """Forecast what the folder will take; 0 where there is none, or it holds some already: then the steps know better."""
-    if folder is None or (folder / FACTORS).exists() or not isinstance(sparsity, float):
-        return 0
-    edges = max(0.0, 1.0 - sparsity) * sum(site.d_in * site.d_out for site in surface)
-    return int(edges * (_BYTES_PER_TUNED_EDGE if tuned else _BYTES_PER_EDGE))
+# ---------------------------------------------------------------------------------------------- what is asked for
 
 
-def _allocation(
-    model: Any,
-    sites: list[str],
+def _settled(
+    names: list[str],
     sparsity: Any,
-    tokens: Any,
-    how: Mapping[str, Any],
-    folder: Path | None,
-    overwrite: bool,
-    steps: Steps,
-) -> Allocation:
-    """Share out the budget, now or earlier; text of its own length ranks the matrices, it does not make the final factors.
-    how: arguments of `allocate`. Raises ResumeError: the folder holds the budgets of another call."""
-    rows = None
-    if tokens is not None:
-        stream = as_stream(tokens, model)
-        n_rows = max(1, _ALLOCATION_TOKENS // stream.row_length)
-        rows = next(iter(stream.batches(min(n_rows, stream.n_rows))))
-    question = {name: value for name, value in how.items() if name != "progress"}
-    question |= {"sites": sites, "sparsity": sparsity, "the host": host_fingerprint(model, model.cfg)}
-    question |= {"tokens": None if rows is None else as_stream(rows, model).fingerprint()}
+    calibrated: bool,
+    budgets: str | None,
+    calibration: str | None,
+    preset: str,
+    tuning: str | None,
+) -> dict[str, Any]:
+    """The arguments with what goes with the preset in place of None and "default". Raises ValueError: unknown budgets, or
+    budgets to be shared out of sparsities that are given."""
+    paper, given = preset == "paper", isinstance(sparsity, Mapping)
+    if budgets is None:
+        budgets = "uniform" if paper or given or not calibrated or len(names) == 1 else "kl"
+    one_of("budgets", budgets, BUDGETS)
+    if given and budgets != "uniform":
+        raise SparsityError(f"sparsity is a mapping already; budgets={quoted(budgets)} needs one number whose total is spent")
+    return {
+        "swd_lens": __version__,
+        "sites": names,
+        "sparsity": dict(sparsity) if isinstance(sparsity, Mapping) else float(sparsity),
+        "budgets": budgets,
+        "calibration": calibration or ("sequential" if paper else "corrected"),
+        "preset": preset,
+        "finetune": ("paper" if paper else "best") if tuning == DEFAULT else tuning,
+    }
 
-    def allocated() -> dict[str, Any]:
-        steps(f"allocate the budget by {how['by']}")
-        return allocate(model, sites, sparsity, rows, **how).as_dict()
 
-    return StepCache(folder, question, overwrite=overwrite).values(("budgets",), allocated, Allocation.from_dict)
-
-
-def _check_later_steps(model: Any, heldout: Any, prompts: Any, finetune: str | None, finetune_options: Mapping[str, Any]) -> None:
+def _check_later_steps(
+    model: Any, heldout: Any, prompts: Any, finetune: str | None, finetune_options: Mapping[str, Any], text: Any
+) -> None:
     """Refuse what would fail only after the factors are made."""
+    if finetune is not None and text is None:
+        raise ValueError("fine-tuning needs finetune_tokens= (zero-data factors have no tokens); or finetune=None")
     if heldout is None:
         raise TokenError("heldout=None: give token rows that nothing is fitted on; what is left of the model is measured there")
     as_rows(heldout, model)
@@ -309,3 +265,73 @@ def _check_later_steps(model: Any, heldout: Any, prompts: Any, finetune: str | N
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value if isinstance(value, str | int | float | bool | None) else str(value) for key, value in options.items()}
+
+
+# ---------------------------------------------------------------------------------------------- the work
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of `replace_model`, and the steps that leave something in its folder."""
+
+    model: Any
+    names: list[str]  # of the sites
+    asked: Mapping[str, Any]  # see `_settled`
+    folder: Path | None
+    overwrite: bool
+    steps: Steps
+    progress: bool
+
+    def held(self) -> AbstractContextManager[Any]:
+        """Hold the folder, if there is one, with room for what it will take; of one that holds some the steps know better."""
+        if self.folder is None:
+            return nullcontext()
+        s, n_bytes = self.asked["sparsity"], 0
+        if isinstance(s, float) and not (self.folder / FACTORS).exists():
+            edges = max(0.0, 1.0 - s) * sum(site.numel for site in find_sites(self.model, self.names))
+            n_bytes = int(edges * (_BYTES_PER_EDGE if self.asked["finetune"] is None else _BYTES_PER_TUNED_EDGE))
+        return writing(self.folder, "replace_model", n_bytes)
+
+    def allocation(self, tokens: Any, options: Mapping[str, Any]) -> Allocation:
+        """Share out the budget, now or earlier; text of its own length ranks the matrices, it does not make the final factors.
+        Raises ResumeError: the folder holds the budgets of another call."""
+        rows = None
+        if tokens is not None:
+            stream = as_stream(tokens, self.model)
+            n_rows = max(1, _ALLOCATION_TOKENS // stream.row_length)
+            rows = next(iter(stream.batches(min(n_rows, stream.n_rows))))
+        how = {name: value for name, value in options.items() if name in ("units", "basis", "batch_size")}
+        how |= {"by": self.asked["budgets"]}
+        question = {**how, "sites": self.names, "sparsity": self.asked["sparsity"]}
+        question |= {"the host": host_fingerprint(self.model, self.model.cfg)}
+        question |= {"tokens": None if rows is None else as_stream(rows, self.model).fingerprint()}
+
+        def allocated() -> dict[str, Any]:
+            self.steps(f"allocate the budget by {how['by']}")
+            return allocate(self.model, self.names, self.asked["sparsity"], rows, progress=self.progress, **how).as_dict()
+
+        cache = StepCache(self.folder, question, overwrite=self.overwrite)
+        return cache.values(("budgets",), allocated, Allocation.from_dict)
+
+    def factors(self, tokens: Any, sparsity: Any, options: Mapping[str, Any]) -> FactorSet:
+        self.steps(f"factorize {len(self.names)} matrices")
+        return factorize(
+            self.model,
+            self.names,
+            sparsity=sparsity,
+            tokens=tokens,
+            calibration=self.asked["calibration"],
+            preset=self.asked["preset"],
+            progress=self.progress,
+            out=None if self.folder is None else self.folder / FACTORS,
+            overwrite=self.overwrite,
+            **options,
+        )
+
+    def tuned(self, factors: FactorSet, text: Any, options: Mapping[str, Any]) -> FactorSet:
+        """Tune the values; a folder of other factors is what an overwriting call that was interrupted has left."""
+        self.steps("tune the values on their supports")
+        out = None if self.folder is None else self.folder / FINETUNED
+        overwrite = self.overwrite or (out is not None and is_of_other_factors(out, factors))
+        how: dict[str, Any] = {"preset": self.asked["finetune"], "progress": self.progress, **options}
+        return finetune_factors(self.model, factors, text, out=out, overwrite=overwrite, **how)

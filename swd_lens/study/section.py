@@ -12,10 +12,11 @@
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import isfinite, isnan
 from typing import Any
 from xml.sax.saxutils import escape
 
+import pandas as pd
 import torch
 from jaxtyping import Float
 from matplotlib.figure import Figure
@@ -117,6 +118,21 @@ class SectionTable(PlainRecord):
     def __post_init__(self) -> None:
         if any(len(row) != len(self.columns) for row in self.rows):
             raise ValueError(f"a table of {len(self.columns)} columns has rows of other lengths")
+
+    @classmethod
+    def of(cls, caption: str, frame: pd.DataFrame, digits: int | None = None) -> "SectionTable":
+        """Make a DataFrame a table; NA and NaN become None. digits: that numbers keep, None = all."""
+        rows = tuple(tuple(_cell(value, digits) for value in row) for row in frame.itertuples(index=False))
+        return cls(caption, tuple(map(str, frame.columns)), rows)
+
+
+def _cell(value: Any, digits: int | None) -> Cell:
+    value = plain(value.item() if hasattr(value, "item") else value)
+    if value is None or value is pd.NA or (isinstance(value, float) and isnan(value)):
+        return None
+    if isinstance(value, float) and digits is not None:
+        return float(f"{value:.{digits}g}") if isfinite(value) else "∞"
+    return value if isinstance(value, str | int | float) and not isinstance(value, bool) else str(value).lower()
 
 
 @dataclass(frozen=True)

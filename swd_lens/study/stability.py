@@ -27,7 +27,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base import __version__
@@ -55,7 +55,7 @@ from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.solver.spec import PRESETS, AnnealSpec
 from swd_lens.study.resume import task_fingerprint
 from swd_lens.study.stability_card import MEASURES, OF_NULLS, Stability
-from swd_lens.study.variations import AXES, Base, Setting, Variation, planned
+from swd_lens.study.variations import AXES, Base, Variation, planned
 from swd_lens.tasks.split import TaskSplit
 from swd_lens.tasks.task import Task
 from swd_lens.tasks.text import as_rows
@@ -127,6 +127,36 @@ def stability(
     """
     bounded("n, the number of runs,", n, 2)
     bounded("nulls", nulls, 0)
+    matrix, pool = _checked(model, site, task, tokens, vary)
+    other = {name: as_rows(rows, model) for name, rows in (corpora or {}).items()}
+    options = {"sparsity": sparsity, "preset": preset, **solver}
+    question = {"swd_lens": __version__, "the host": host_fingerprint(model, model.cfg), "site": matrix.name}
+    question |= {"the task": task_fingerprint(task), "tokens": tokens_fingerprint(pool), "recovered": recovered, "seed": seed}
+    question |= standing_hooks(model)
+    # Further texts may be added to a call that is there.
+    growing = {"corpora": {name: tokens_fingerprint(rows) for name, rows in other.items()}}
+    folder = None if out is None else Path(out)
+    with nullcontext() if folder is None else writing(folder, "stability"):
+        parts = StepCache(folder, {**question, "solver": options}, growing, overwrite=overwrite)
+        base = _Measured(model, matrix, task, parts, folder, float(recovered), overwrite)
+        base.prepare(Base(pool, task.train, options, 0, other, seed))
+        variations, left_out = planned(base.base, list(dict.fromkeys(vary)), n)
+        if len(variations) < 2:
+            reasons = "; ".join(f"{axis}: {reason}" for axis, reason in left_out.items())
+            raise ValueError(f"fewer than two runs can be made along {', '.join(vary)} ({reasons}); name further axes")
+        runs, null_runs = base.all_runs(variations, nulls, progress)
+        about = {**question, **options, "model": str(model.cfg.model_name), "basis": base.base.options.get("basis")}
+        about |= {"n_train": len(task.train), "n_test": len(task.test), "vary": list(vary)}
+        about |= {"tokens of a draw": base.base.n_rows * pool.shape[1]}
+        about |= {"runs": len(runs), "nulls": nulls, "a counterpart is at least alike": ALIKE}
+        card = Stability(task.name, matrix.name, base.claimed, base.numbers, runs, null_runs, left_out, about)
+        if folder is not None:
+            card.save(folder / FILE)
+    return card
+
+
+def _checked(model: Any, site: Pattern, task: Task, tokens: Any, vary: Sequence[str]) -> tuple[Site, Int[Tensor, "_rows _pos"]]:
+    """The one matrix and the text, when units of it can be varied along these axes; see `stability`."""
     for axis in vary:
         one_of("vary", axis, AXES)
     sites = find_sites(model, site)
@@ -136,41 +166,10 @@ def stability(
         raise TaskError(f"task {quoted(task.name)} has a metric in the margin's place, which has no answers to re-pair")
     require_no_dropout(model)
     require_free(host_of(model), sites)
-    pool, other = as_rows(tokens, model), {name: as_rows(rows, model) for name, rows in (corpora or {}).items()}
+    pool = as_rows(tokens, model)
     if len(pool) < 2:
         raise TokenError("stability draws halves of the text: give at least two rows of tokens")
-    options = {"sparsity": sparsity, "preset": preset, **solver}
-    question = {
-        "swd_lens": __version__,
-        "the host": host_fingerprint(model, model.cfg),
-        "site": sites[0].name,
-        "the task": task_fingerprint(task),
-        "tokens": tokens_fingerprint(pool),
-        "solver": options,
-        "recovered": recovered,
-        "seed": seed,
-        **standing_hooks(model),
-    }
-    # Further texts may be added to a call that is there.
-    growing = {"corpora": {name: tokens_fingerprint(rows) for name, rows in other.items()}}
-    folder = None if out is None else Path(out)
-    with nullcontext() if folder is None else writing(folder, "stability"):
-        parts = StepCache(folder, question, growing, overwrite=overwrite)
-        base = _Measured(model, sites[0], task, parts, folder, float(recovered), overwrite)
-        base.prepare(Base(pool, task.train, options, 0, other, seed))
-        variations, left_out = planned(base.base, list(dict.fromkeys(vary)), n)
-        if len(variations) < 2:
-            reasons = "; ".join(f"{axis}: {reason}" for axis, reason in left_out.items())
-            raise ValueError(f"fewer than two runs can be made along {', '.join(vary)} ({reasons}); name further axes")
-        runs, null_runs = base.all_runs(variations, nulls, progress)
-        about = {key: value for key, value in question.items() if key != "solver"} | options
-        about |= {"model": str(model.cfg.model_name), "basis": base.base.options.get("basis"), "n_test": len(task.test)}
-        about |= {"n_train": len(task.train), "tokens of a draw": base.base.n_rows * pool.shape[1], "vary": list(vary)}
-        about |= {"runs": len(runs), "nulls": nulls, "a counterpart is at least alike": ALIKE}
-        card = Stability(task.name, sites[0].name, base.claimed, base.numbers, runs, null_runs, left_out, about)
-        if folder is not None:
-            card.save(folder / FILE)
-    return card
+    return sites[0], pool
 
 
 @dataclass
@@ -221,7 +220,8 @@ class _Measured:
                 f"the empty circuit recovers {self.recovered:g} of what {self.site.name} carries of {quoted(self.task.name)}: "
                 "there are no units to make a claim of"
             )
-        identity = UnitMatch(*_identity(self.factors.n_units))
+        alike = torch.ones(self.factors.n_units, dtype=torch.float64)
+        identity = UnitMatch(torch.arange(self.factors.n_units), alike, alike)
         found = self._of_units(made, self.scores, self.claimed, self.claimed, identity, "base", 0)
         self.numbers = {**found, "units": float(len(self.claimed))}
 
@@ -251,7 +251,10 @@ class _Measured:
     def run(self, variation: Variation) -> dict[str, Any]:
         """One variation: its numbers, by the names of `MEASURES`."""
         setting = variation.setting(self.base)
-        made = self._factors_of(setting)
+        made = FactorSet({self.site.name: self.factors})  # the base's, where nothing of the setting bears on factors
+        if setting.refits:
+            text = self.base.text(setting.rows, self.model)
+            made = factorize(self.model, self.site.name, tokens=text, progress=False, **setting.options)
         f = made[self.site.name]
         match = match_units(self.factors, f, self.gram)
         scores = attribute(self.model, made, setting.train, dense=self.dense)
@@ -260,13 +263,6 @@ class _Measured:
         own = [] if reached_by is None else [unit for _, unit in scores.ranking()[: int(reached_by["units"])]]
         numbers = self._of_units(made, scores, match.partners(self.claimed), own, match, *variation.key)
         return {"carries": bool(curve.carries), **numbers}
-
-    def _factors_of(self, setting: Setting) -> FactorSet:
-        """Factors of a setting; the base's where nothing of it bears on them."""
-        if not setting.refits:
-            return FactorSet({self.site.name: self.factors})
-        text = self.base.text(setting.rows, self.model)
-        return factorize(self.model, self.site.name, tokens=text, progress=False, **setting.options)
 
     def null_run(self, k: int) -> dict[str, Any]:
         """Null run k: units of a matrix with W's singular values alone, and random units of the base in the circuit's place."""
@@ -289,7 +285,9 @@ class _Measured:
         """
         weight = host_of(self.model).weight(self.site).detach().cpu().double()
         values = torch.linalg.svdvals(weight)
-        left, right = (_random_frame(n, len(values), generator) for n in weight.shape)
+        # As many orthonormal vectors on either side, uniformly drawn.
+        drawn = (torch.randn(n, len(values), generator=generator, dtype=torch.float64) for n in weight.shape)
+        left, right = (q * r.diagonal().sign() for q, r in map(torch.linalg.qr, drawn))
         matrix = ((left * values) @ right.T).float()
         settings = {key: value for key, value in self.base.options.items() if key not in _NOT_OF_THE_SOLVER}
         settings |= {"gram": self.gram.cpu(), "tokens": self.base.n_rows * self.base.pool.shape[1]}
@@ -316,7 +314,9 @@ class _Measured:
             own: the run's own circuit.
         """
         f, site = made[self.site.name], self.site.name
-        draws = torch.Generator().manual_seed(_digits(self.base.seed, axis, value))
+        # A seed of its own for a run, the same on every machine.
+        digest = hashlib.sha256(repr((self.base.seed, axis, str(value))).encode()).digest()
+        draws = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         random = [_random_units(f, self.circuit.n_edges, draws) for _ in range(_RANDOM_SETS)]
         sets = {"claimed": claimed, **{f"random {i}": units for i, units in enumerate(random)}}
         circuits = {name: Circuit.of(made, scores, [(site, unit) for unit in units]) for name, units in sets.items()}
@@ -419,19 +419,3 @@ def _random_atoms(f: Factors, generator: torch.Generator) -> Factors:
 
     reads, writes = (f.read != 0).sum(0).cpu(), (f.write != 0).sum(1).cpu()
     return Factors(scattered(reads, f.d_in).T.contiguous(), scattered(writes, f.d_out))
-
-
-def _random_frame(n: int, k: int, generator: torch.Generator) -> Float[Tensor, "n k"]:
-    """k orthonormal vectors, uniformly drawn."""
-    q, r = torch.linalg.qr(torch.randn(n, k, generator=generator, dtype=torch.float64))
-    return q * r.diagonal().sign()
-
-
-def _identity(n: int) -> tuple[Tensor, Tensor, Tensor]:
-    ones = torch.ones(n, dtype=torch.float64)
-    return torch.arange(n), ones, ones
-
-
-def _digits(seed: int, *words: Any) -> int:
-    """A seed of its own for a run, the same on every machine."""
-    return int.from_bytes(hashlib.sha256(repr((seed, *map(str, words))).encode()).digest()[:7], "big")

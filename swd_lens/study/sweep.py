@@ -24,7 +24,7 @@ from swd_lens.base.display import Folded
 from swd_lens.base.errors import legible
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.interrupted import says_when_interrupted
-from swd_lens.base.record import Record
+from swd_lens.base.record import PlainRecord, Record
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits import CostCurve
 from swd_lens.circuits.compare import check_options, check_tasks
@@ -47,9 +47,8 @@ _COSTS = ("units", "edges")
 SPARSITIES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # paper §zero-data
 
 
-@with_torch_defaults
 @dataclass(frozen=True)
-class SweepPoint:
+class SweepPoint(PlainRecord):
     """One sparsity, zero-data or calibrated.
 
     Attributes:
@@ -57,6 +56,8 @@ class SweepPoint:
         relative_frobenius: ||W - AB||_F / ||W||_F over the entries of all sites together.
         curves: task -> its cost curve.
     """
+
+    derived = ("calibration",)
 
     sparsity: float
     zero_data: bool
@@ -149,20 +150,6 @@ class Sweep(Record):
         figure.suptitle(hollow, fontsize=8, color=INK)
         return figure
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values: settings, targets, every point with its fidelity and its curves."""
-        return {
-            "settings": dict(self.settings),
-            "targets": {"recovered": list(self.recovered), "necessity": list(self.necessity)},
-            "tolerance": self.tolerance,
-            "points": [
-                {"s": p.sparsity, "calibration": p.calibration, "edges": p.edges, "units": p.units}
-                | {"relative_frobenius": p.relative_frobenius, "ce_matched": self.matched(p)}
-                | {"fidelity": p.fidelity.as_dict(), "circuits": [curve.as_dict() for curve in p.curves.values()]}
-                for p in self.points
-            ],
-        }
-
     def __repr__(self) -> str:
         return self.table().to_string(index=False, na_rep="")
 
@@ -173,11 +160,9 @@ class Sweep(Record):
     def parts(self) -> tuple[Any, ...]:
         if not self.points:
             return (self.table(),)
-        measured = self.table().drop(columns=[f"{task}: {cost}" for task in self.points[0].curves for cost in self._costs()])
+        costs = [f"{cost} at {target}" for target in self._targets() for cost in _COSTS]
+        measured = self.table().drop(columns=[f"{task}: {cost}" for task in self.points[0].curves for cost in costs])
         return self.plot(), self._circuits(), Folded("fidelity of every point", measured)
-
-    def _costs(self) -> list[str]:
-        return [f"{cost} at {target}" for target in self._targets() for cost in _COSTS]
 
     def _targets(self) -> list[Threshold]:
         return [Threshold("recovered", v) for v in self.recovered] + [Threshold("necessity", v) for v in self.necessity]
@@ -252,13 +237,7 @@ def sweep(
         on_step(name)
         used, how = (None, {**solver, "calibration": "zero-data"}) if without else (text, solver)
         factors = factorize(model, sites, sparsity=s, tokens=used, units=units, progress=progress, **how)
-        # ||W - AB||_F / ||W||_F over the entries of all sites together.
-        host, error, norm = host_of(model), 0.0, 0.0
-        for site in find_sites(model, list(factors)):
-            weight = host.weight(site).double().cpu()
-            error += float((weight - factors[site.name].product().double().cpu()).square().sum())
-            norm += float(weight.square().sum())
-        sizes[name] = factors.edges, factors.n_units, (error / norm) ** 0.5
+        sizes[name] = factors.edges, factors.n_units, relative_frobenius(model, factors)
         return factors
 
     names = {f"{'zero-data' if without else 'calibrated'} s={s:g}": (s, without) for s, without in settings}
@@ -282,19 +261,25 @@ def sweep(
     return Sweep(points, tuple(recovered), tuple(necessity), tolerance, asked)
 
 
+def relative_frobenius(model: Any, factors: FactorSet) -> float:
+    """||W - AB||_F / ||W||_F over the entries of all sites together."""
+    host, error, norm = host_of(model), 0.0, 0.0
+    for site in find_sites(model, list(factors)):
+        weight = host.weight(site).double().cpu()
+        error += float((weight - factors[site.name].product().double().cpu()).square().sum())
+        norm += float(weight.square().sum())
+    return (error / norm) ** 0.5
+
+
 def _points(sparsities: Any, zero_data: Any, tokens: Any) -> list[tuple[float, bool]]:
     """Sparsity, and whether without calibration, of every point. Raises ValueError: none, one twice, or calibration without
     tokens."""
-    given = {"sparsities": _listed(sparsities), "zero_data": _listed(zero_data)}
-    for name, values in given.items():
+    given: dict[str, list[Any]] = {}
+    for name, asked in (("sparsities", sparsities), ("zero_data", zero_data)):
+        asked = asked.tolist() if hasattr(asked, "tolist") else asked  # an array's values as Python's own numbers
+        values = given[name] = list(asked) if isinstance(asked, Iterable) else [asked]
         if not values or len(set(values)) < len(values):
             raise ValueError(f"a sweep takes one or more different {legible(name)}, got {legible(values)}")
     if tokens is None and not all(given["zero_data"]):
         raise ValueError("calibrated factors need tokens=; zero_data=True sweeps without calibration alone")
     return [(float(s), without) for without in given["zero_data"] for s in given["sparsities"]]
-
-
-def _listed(values: Any) -> list[Any]:
-    """List one value or several (an array, too) as Python's own numbers."""
-    values = values.tolist() if hasattr(values, "tolist") else values
-    return list(values) if isinstance(values, Iterable) else [values]

@@ -10,13 +10,13 @@
 What a surface does not carry has no circuit, and its row says so.
 """
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from jaxtyping import Int
 from torch import Tensor
 
@@ -30,7 +30,7 @@ from swd_lens.circuits.disagreement import QUANTILES, disagreement
 from swd_lens.circuits.null import circuit_null
 from swd_lens.circuits.transfer import dense_transfer
 from swd_lens.study.run import Run
-from swd_lens.study.section import Cell, ReportSection, SectionTable
+from swd_lens.study.section import ReportSection, SectionTable
 from swd_lens.study.stability import stability
 from swd_lens.study.stability_card import Stability
 from swd_lens.tasks.task import Task, TaskSplit
@@ -166,40 +166,30 @@ def _row_of(model: Any, run: Run, surface: str, task: Task, n: int, dense: Dense
     return row | trusted(model, ours[method].factors, task, circuit, n=n, dense=dense)
 
 
-def _tail_of(model: Any, run: Run, surface: str, text: Tensor, n: int, dense: DenseCache) -> tuple[Cell, ...]:
+def _tail_of(model: Any, run: Run, surface: str, text: Tensor, n: int, dense: DenseCache) -> tuple[Any, ...]:
     """The tail of a surface's sparsest replacement: quantiles of KL, that of noise, and its p."""
     replacement = run.sparsest(surface)
     found = disagreement(model, replacement.factors, text, n=n, dense=dense)
     noise = float(found.table().set_index(["slice", "of"]).loc[("all", "p99.9"), "noise mean"])
     values = (*(found.value(of) for of in QUANTILES), noise, found.p())
-    return (surface, replacement.method, *(_short(value) for value in values))
+    return (surface, replacement.method, *values)
 
 
 def _section(
-    rows: Sequence[Mapping[str, Any]], tails: Sequence[tuple[Cell, ...]], card: Stability | None, n: int
+    rows: Sequence[Mapping[str, Any]], tails: Sequence[tuple[Any, ...]], card: Stability | None, n: int
 ) -> ReportSection:
     names = ("surface", "task", "method", "units", "edges", *COLUMNS)
-    circuits = SectionTable(
-        f"The cheapest circuit of SWD by surface and task, on test prompts; {_WORDS}",
-        names,
-        tuple(tuple(_cell(row, name) for name in names) for row in rows),
-    )
+    circuits = pd.DataFrame(rows, columns=pd.Index(names)).astype({"units": "Int64", "edges": "Int64"})
+    circuits["task"] = circuits["task"].str.replace("_", " ")
+    noise = "KL of single predictions on held-out text, in nats: quantiles, and noise of equal relMSE and covariance"
     tables = [
-        circuits,
-        SectionTable(
-            "KL of single predictions on held-out text, in nats: quantiles, and noise of equal relMSE and covariance",
-            ("surface", "method", *QUANTILES, "noise p99.9", "p"),
-            tuple(tails),
-        ),
+        SectionTable.of(f"The cheapest circuit of SWD by surface and task, on test prompts; {_WORDS}", circuits, 3),
+        SectionTable.of(noise, pd.DataFrame(tails, columns=pd.Index(("surface", "method", *QUANTILES, "noise p99.9", "p"))), 3),
     ]
     if card is not None:
-        lines = card.table().to_dict("records")
-        cells = tuple(
-            (line["criterion"], _short(line["value"]), line["threshold"], "yes" if line["met"] else "no", _short(line["null"]))
-            for line in lines
-        )
         title = f"Stability card: {card.task.replace('_', ' ')} in {card.site}, {len(card.runs)} runs"
-        tables.append(SectionTable(title, ("criterion", "value", "threshold", "met", "null runs"), cells))
+        lines = card.table().rename(columns={"null": "null runs"})
+        tables.append(SectionTable.of(title, lines.assign(met=lines["met"].map({True: "yes", False: "no"})), 3))
     intro = (verdict_of(rows, card), *(paragraph.format(n=n, least=n + 1) for paragraph in _INTRO))
     return ReportSection("How far to trust this", intro, (), tuple(tables), "How far to trust this")
 
@@ -226,15 +216,3 @@ def verdict_of(rows: Sequence[Mapping[str, Any]], card: Stability | None) -> str
         else "No surface carries a task by a circuit that could be asked."
     )
     return said if card is None else f"{said} {card.verdict}"
-
-
-def _cell(row: Mapping[str, Any], name: str) -> Cell:
-    value = row.get(name)
-    if name == "task":
-        return str(value).replace("_", " ")
-    return _short(value) if isinstance(value, float) else value
-
-
-def _short(value: Any) -> Cell:
-    number = float(value)
-    return None if math.isnan(number) else "∞" if math.isinf(number) else float(f"{number:.3g}")

@@ -17,7 +17,7 @@ from swd_lens.circuits.measure import Threshold
 from swd_lens.study.paper import primary
 from swd_lens.study.paper.materials import Materials
 from swd_lens.study.paper.primary import Ratio
-from swd_lens.study.paper.result import ItemResult, result_of, table_of
+from swd_lens.study.paper.result import ItemResult, result_of
 from swd_lens.study.paper.settings import ItemSettings
 from swd_lens.study.section import Picture, SectionTable
 from swd_lens.train import baselines
@@ -69,7 +69,7 @@ def _compared(
         where = f", {surface}" if len(surfaces) > 1 else ""
         swd = compared.in_role("swd", "paper")
         ratios += [ratio for name in swd for ratio in primary.ratios(compared, name, surface, **how)]
-        tables.append(table_of(f"Fidelity on held-out text{where}", compared.fidelity()))
+        tables.append(SectionTable.of(f"Fidelity on held-out text{where}", compared.fidelity()))
         for (_, ablation), each in compared.under_each().items():
             tables.append(costs_table(each, ablation, where, **how))
             for cost in _COSTS:
@@ -77,7 +77,7 @@ def _compared(
                 pictures.append(Picture.of(each.plot(cost), title, _cheapest(each, cost, how["recovered"])))
         pruned = materials.pruned(surface, settings["sparsities"])
         nulls = _nulls(materials, surface, methods, compared, [*swd, *pruned])
-        tables.append(table_of(f"Circuits beside random ones of the same edges, mean ablation{where}", nulls))
+        tables.append(SectionTable.of(f"Circuits beside random ones of the same edges, mean ablation{where}", nulls))
         references = [of_task.curves[compared.methods[compared.reference][0]] for of_task in compared.values()]
         of_surface = [
             _dense(compared),
@@ -90,9 +90,9 @@ def _compared(
         of_surfaces[surface] = _numbers(compared, nulls)
     tests = primary.tests(ratios)
     caption = "Edges of SWD over those of the cheapest control of no worse CE and KL"
-    tables.append(table_of(caption, primary.table_of_ratios(ratios)))
+    tables.append(SectionTable.of(caption, primary.table_of_ratios(ratios)))
     tables.append(
-        table_of(
+        SectionTable.of(
             "SWD beside each control: surfaces on which it needs fewer edges and more (sign test)", primary.table_of_tests(tests)
         )
     )
@@ -178,7 +178,7 @@ def costs_table(
             rows.append(row | {"KL difference": compared.kl_difference(method), "out by": ", ".join(out or ())})
     frame = typed(pd.DataFrame(rows), real={"CE difference", "CE difference se", "KL difference"})
     caption = f"Least cost, {ablation} ablation; means over seeds; the drop is in logits, {share_of_drop:g} of the dense margin"
-    return table_of(f"{caption}{where}", frame)
+    return SectionTable.of(f"{caption}{where}", frame)
 
 
 def _mean(values: Sequence[float | int]) -> float:

@@ -16,7 +16,7 @@ from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.sites import split_name
 from swd_lens.study.paper.materials import Materials
-from swd_lens.study.paper.result import ItemResult, result_of, table_of
+from swd_lens.study.paper.result import ItemResult, result_of
 from swd_lens.study.paper.settings import ItemSettings
 from swd_lens.study.section import Picture, SectionTable
 from swd_lens.units.factors import FactorSet
@@ -62,8 +62,8 @@ def semantic_audit(materials: Materials, settings: ItemSettings) -> ItemResult:
         words = [f"{row['unit']} rank {row['global rank']:,} ({row['score']:.3g})" for row in ranked.head(3).to_dict("records")]
         findings.insert(1, f"Best of layers {', '.join(map(str, layers))}: {'; '.join(words)}.")
     tables = [
-        table_of("Best units of each layer", ranks.drop(columns="label")),
-        table_of("Their strongest contexts", contexts.drop(columns="label")),
+        SectionTable.of("Best units of each layer", ranks.drop(columns="label")),
+        SectionTable.of("Their strongest contexts", contexts.drop(columns="label")),
     ]
     picture = Picture.of(audited.plot(per_layer=2, layers=layers), f"Best units of {task.name} by layer", findings[1])
     return result_of(settings, materials, findings, tables, [picture], {"ranks": ranks.to_dict("records")})
@@ -111,7 +111,7 @@ def edit(materials: Materials, settings: ItemSettings) -> ItemResult:
         f"{compared.target.margin:.4f} logits); it scored best of {len(selected.table())} candidates over {len(cases)} cases.",
         f"At a requested shift of {largest:g}: {'; '.join(words)} (mean KL on {len(others)} other prompts).",
     ]
-    tables = [table_of("Every edit", table), table_of("Candidates", selected.table(10))]
+    tables = [SectionTable.of("Every edit", table), SectionTable.of("Candidates", selected.table(10))]
     pictures = [
         Picture.of(compared.plot(), "Change of the margin against KL on other prompts", findings[1]),
         Picture.of(selected.plot(), "Candidates for the edit", findings[0]),
@@ -155,9 +155,9 @@ def query_key(materials: Materials, settings: ItemSettings) -> ItemResult:
         "column size (|gamma| times the root mean squares of both activations), do not.",
     ]
     tables = [
-        table_of("Error by matrix", _errors(measured)),
-        table_of("Strongest cases", scan.table(20)),
-        table_of("Strongest pairs by weights alone", screen.table().head(20)),
+        SectionTable.of("Error by matrix", _errors(measured)),
+        SectionTable.of("Strongest cases", scan.table(20)),
+        SectionTable.of("Strongest pairs by weights alone", screen.table().head(20)),
     ]
     pictures = [
         Picture.of(plot_attention_fidelity(measured), "Attention matrices: error by layer", findings[0]),
@@ -226,11 +226,11 @@ def interactions(materials: Materials, settings: ItemSettings) -> ItemResult:
             f"{both['95th']:.3f}, largest {both['max']:.3f}; two units of the up branch do not interact."
         )
     tables: list[SectionTable] = [
-        table_of("Overlap behind the activation, absolute values over all pairs", correlations),
-        table_of("Interactions in front of it", differences.table()),
-        table_of("Strongest pairs in front of it", differences.pairs(_PAIRS)),
-        table_of("Strongest pairs behind it", overlap.pairs(_PAIRS)),
-        *([] if crossed is None else [table_of("Gate x up", crossed.table())]),
+        SectionTable.of("Overlap behind the activation, absolute values over all pairs", correlations),
+        SectionTable.of("Interactions in front of it", differences.table()),
+        SectionTable.of("Strongest pairs in front of it", differences.pairs(_PAIRS)),
+        SectionTable.of("Strongest pairs behind it", overlap.pairs(_PAIRS)),
+        *([] if crossed is None else [SectionTable.of("Gate x up", crossed.table())]),
     ]
     pictures = [
         Picture.of(overlap.plot(), "Read correlation, write cosine, contribution correlation", findings[0]),

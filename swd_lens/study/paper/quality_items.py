@@ -16,9 +16,9 @@ from swd_lens.circuits.measure import Threshold
 from swd_lens.study.data_efficiency import data_efficiency
 from swd_lens.study.paper.circuit_items import costs_table
 from swd_lens.study.paper.materials import Materials
-from swd_lens.study.paper.result import ItemResult, result_of, table_of
+from swd_lens.study.paper.result import ItemResult, result_of
 from swd_lens.study.paper.settings import ItemSettings
-from swd_lens.study.section import Picture
+from swd_lens.study.section import Picture, SectionTable
 from swd_lens.study.sweep import Sweep, SweepPoint
 from swd_lens.units.factors import FactorSet
 
@@ -81,7 +81,7 @@ def tokens_needed(materials: Materials, settings: ItemSettings) -> ItemResult:
         f"{'; '.join(ratios)}.",
     ]
     title = f"Quality of {site} replaced, against tokens used"
-    tables = [table_of("Every point", table), table_of("Tokens to the quality of SWD", reached)]
+    tables = [SectionTable.of("Every point", table), SectionTable.of("Tokens to the quality of SWD", reached)]
     return result_of(settings, materials, findings, tables, [Picture.of(measured.plot(), title, findings[0])], measured.as_dict())
 
 
@@ -117,7 +117,7 @@ def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:
         f"Fewest units of a zero-data circuit at {threshold}: {'; '.join(fewest)}.",
     ]
     tables = [
-        table_of("Weights and behaviour", shown),
+        SectionTable.of("Weights and behaviour", shown),
         costs_table(compared, "mean", recovered=settings["recovered"], share_of_drop=settings["share_of_drop"]),
     ]
     frontiers = compared.without([_named(s, False) for s in grid])

@@ -7,7 +7,6 @@
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from swd_lens.base.files import plain, write_text
 from swd_lens.base.record import SavedRecord
 from swd_lens.study.paper.materials import Materials
 from swd_lens.study.paper.settings import ItemSettings
-from swd_lens.study.section import Cell, Picture, ReportSection, SectionTable
+from swd_lens.study.section import Picture, ReportSection, SectionTable
 
 RESULT = "result.json"
 
@@ -95,16 +94,3 @@ def result_of(
         json.loads(json.dumps(plain(dict(settings)))),
         materials.provenance(),
     )
-
-
-def table_of(caption: str, frame: pd.DataFrame) -> SectionTable:
-    """Make a DataFrame a table of a report: NA and NaN become None."""
-    rows = tuple(tuple(_cell(value) for value in row) for row in frame.itertuples(index=False))
-    return SectionTable(caption, tuple(map(str, frame.columns)), rows)
-
-
-def _cell(value: Any) -> Cell:
-    value = plain(value.item() if hasattr(value, "item") else value)
-    if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
-        return None
-    return value if isinstance(value, str | int | float) and not isinstance(value, bool) else str(value).lower()

@@ -19,10 +19,10 @@ from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.weights import stored_matrix
 from swd_lens.study.paper.circuit_items import costs_table
 from swd_lens.study.paper.materials import Materials
-from swd_lens.study.paper.result import ItemResult, result_of, table_of
+from swd_lens.study.paper.result import ItemResult, result_of
 from swd_lens.study.paper.settings import ItemSettings
 from swd_lens.study.replacement import FINETUNED, ModelReplacement, replace_model
-from swd_lens.study.section import Picture
+from swd_lens.study.section import Picture, SectionTable
 from swd_lens.train import baselines
 from swd_lens.train.baselines import SparsePretrained
 from swd_lens.train.folder import TrainingFolder
@@ -62,9 +62,9 @@ def full_model(materials: Materials, settings: ItemSettings) -> ItemResult:
     compared = materials.compare("full model", methods, hosts=hosts)
     table = pd.DataFrame(rows)
     how = {"recovered": settings["recovered"], "share_of_drop": settings["share_of_drop"]}
-    tables = [table_of("Cross-entropy on held-out text", table), costs_table(compared, "mean", **how)]
+    tables = [SectionTable.of("Cross-entropy on held-out text", table), costs_table(compared, "mean", **how)]
     if replaced.samples is not None:
-        tables.append(table_of("What the models write on", replaced.samples.table()))
+        tables.append(SectionTable.of("What the models write on", replaced.samples.table()))
     curve = _ce_curve(folder, settings, replaced, second)
     pictures = [Picture.of(curve, "Held-out CE against tokens used", "Dotted: the dense model.")]
     pictures += [
