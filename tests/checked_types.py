@@ -78,25 +78,25 @@ def _look_at_protocols_as_python_3_12_does() -> None:
     kind.__instancecheck__ = check
 
 
-def fits(cls: Any, array: Any) -> bool:
+def fits(cls: Any, obj: Any) -> bool:
     """In place of isinstance of one of jaxtyping's annotations."""
     if cls not in _plain_axes:
         _plain_axes[cls] = _plain_axes_of(cls)
     plain, scopes = _plain_axes[cls], getattr(_storage._shape_storage, "memo_stack", None)
-    if plain is None or not scopes or not isinstance(array, torch.Tensor):
-        return _fits(cls, array)
+    if plain is None or not scopes or not isinstance(obj, torch.Tensor):
+        return _fits(cls, obj)
     axes, dtypes = plain
     sizes, seen = scopes[-1][0], {}
-    if array.dtype not in dtypes or len(array.shape) != len(axes):
-        if fit := _fits(cls, array):
-            dtypes.add(array.dtype)
+    if obj.dtype not in dtypes or len(obj.shape) != len(axes):
+        if fit := _fits(cls, obj):
+            dtypes.add(obj.dtype)
         return fit
-    for axis, size in zip(axes, array.shape, strict=True):
+    for axis, size in zip(axes, obj.shape, strict=True):
         if axis is None:
             continue
         known = axis if isinstance(axis, int) else sizes.get(axis, seen.setdefault(axis, size))
         if known != size:
-            return _fits(cls, array)
+            return _fits(cls, obj)
     sizes.update(seen)
     return True
 

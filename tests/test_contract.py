@@ -23,7 +23,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def sources(model):
-    """Every source on every site, made once, when it is first asked for."""
+    """Every source on every site, made once, when it is first asked for: of the same cases in all quick tests."""
     made = {}
 
     def of(name, sites):
@@ -77,6 +77,7 @@ def test_keep_all_is_the_identity_and_ablating_nothing_too(model, sources, name,
     assert torch.equal(plain, untouched)
 
 
+@pytest.mark.quick_cases(18)
 @pytest.mark.parametrize(("name", "sites"), cases())
 def test_edges_are_the_nonzeros_of_read_and_write(model, sources, name, sites):
     for one, f in sources(name, sites).items():
@@ -89,6 +90,7 @@ def test_edges_are_the_nonzeros_of_read_and_write(model, sources, name, sites):
         assert f.valid_units.tolist() == both
 
 
+@pytest.mark.quick_cases(18)
 @pytest.mark.parametrize(("name", "sites"), cases())
 def test_detach_restores_the_host_bit_for_bit(model, sources, name, sites):
     tokens = random_tokens(2, 7)
@@ -120,7 +122,7 @@ def test_exact_sources_compute_what_the_host_computes(model, sources, name, site
     assert (dense - replaced).abs().max() <= 1e-5 * dense.abs().max()
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(18)
 @pytest.mark.parametrize(("name", "sites"), cases())
 def test_curves_end_at_the_unpruned_replacement(model, sources, name, sites):
     factors, split = sources(name, sites), random_split()

@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import cache, cached_property, partial
 from importlib import import_module, metadata
@@ -462,40 +462,3 @@ def test_a_forward_of_a_second_thread_on_an_attached_host_is_refused(use, kind, 
     assert everything(kit.model) == before and not kit.model.hook_dict["blocks.0.hook_resid_post"].fwd_hooks
     with torch.no_grad():
         assert torch.equal(kit.model(kit.tokens), wanted)
-
-
-@pytest.mark.parametrize("kind", HOSTS)
-def test_forwards_beside_calls_of_another_thread_are_right_or_refused(kind, monkeypatch):
-    monkeypatch.setattr(holding, "WAIT_FOR_CALL", 0.05)
-    kit, outcome, begun, over = kit_of(kind), [], threading.Event(), threading.Event()
-    with torch.no_grad():
-        wanted = kit.model(kit.tokens)
-
-    def forwards() -> None:
-        while not over.is_set():
-            try:
-                with torch.no_grad():
-                    outcome.append(torch.equal(kit.model(kit.tokens), wanted))
-            except Exception as error:
-                outcome.append(isinstance(error, swd.errors.HostInUseError) or error)
-            begun.set()
-
-    thread = threading.Thread(target=forwards)
-    thread.start()
-    assert begun.wait(30)
-    try:
-        for _ in range(5):
-            assert plain(kit.attribute()) == expected(kind, "attribute")
-    finally:
-        over.set()
-        thread.join()
-    assert outcome.count(True) == len(outcome) > 1, outcome
-
-
-@pytest.mark.parametrize("kind", HOSTS)
-def test_a_copy_of_an_attached_host_is_another_threads_to_use(kind):
-    kit = kit_of(kind)
-    with swd.attach(kit.model, kit.factors), torch.no_grad():
-        wanted, clone = kit.model(kit.tokens), deepcopy(kit.model)
-        got = in_a_thread(lambda: clone(kit.tokens).detach())
-    assert torch.equal(got, wanted.detach())

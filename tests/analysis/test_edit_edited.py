@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from swd_lens import baselines
 from swd_lens.analysis.edit import Edit, edit_unit
-from swd_lens.analysis.edit.edited import FORMAT
 from swd_lens.analysis.edit.make import unit_edit
 from swd_lens.analysis.edit.target import find_target
 from swd_lens.base.errors import AttachError, EditError
@@ -193,13 +191,3 @@ def test_files(model, factors, tmp_path, monkeypatch):
         broken.save(path)
     assert Edit.load(path).local_shift == edit.local_shift  # the old file, whole
     assert sorted(file.name for file in tmp_path.iterdir()) == ["junk", "nan", "one.safetensors"]
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"site": "blocks.0.mlp_out"'])
-def test_a_file_that_names_the_format_and_nothing_else(model, factors, tmp_path, text):
-    edit = edit_unit(model, factors, "blocks.0.mlp_out/3", PROMPT, 3, 5, 2)
-    tensors = {"read": edit.delta.read, "write": edit.delta.write}
-    tensors |= {"input": edit.target.input, "direction": edit.target.direction}
-    save_file(tensors, tmp_path / "odd", metadata={"format": FORMAT, **({"edit": text} if text else {})})
-    with pytest.raises(EditError, match="is not an edit, or damaged"):
-        Edit.load(tmp_path / "odd")

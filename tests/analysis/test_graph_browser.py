@@ -19,7 +19,7 @@ import swd_lens as swd
 from swd_lens.analysis.audit.labels import UnitLabel, UnitLabels
 from swd_lens.analysis.graph import UnitGraph, unit_graph
 from tests.analysis.graph_checks import TOKENS, all_units, held_hooks, random_factors, set_hooks, shown_values
-from tests.analysis.graph_pages import Paths, large_graph
+from tests.analysis.graph_pages import Paths
 from tests.chromium import CHROMIUM, Browser
 from tests.micro import toy_model
 
@@ -589,35 +589,4 @@ def test_labels_typed_here_are_read_by_unit_labels(browser: Browser, small: Smal
     with pytest.raises(ValueError, match="changed"):
         UnitLabels.load(file)
     assert again == path
-    quiet(browser, path)
-
-
-# ---------------------------------------------------------------------------------------------- speed
-
-
-def test_dragging_in_a_large_graph_is_measured(browser: Browser, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """400 nodes and 4,000 links: frame times are printed, and a dragged box ends where it was dropped."""
-    path = opened(browser, large_graph().show(), tmp_path)
-    assert browser.value("document.querySelectorAll('.node').length") == 400
-    free = """(() => { const f = document.querySelector('.frame').getBoundingClientRect();
-      const all = [...document.querySelectorAll('.node.unit')].map(n => [n, n.querySelector('.box').getBoundingClientRect()]);
-      const inside = all.filter(([, r]) =>
-        r.x > f.x + 150 && r.right < f.right - 250 && r.y > f.y + 60 && r.bottom < f.bottom - 160);
-      const [n, r] = inside[Math.floor(inside.length / 2)];
-      return [n.dataset.node, r.x + r.width / 2, r.y + r.height / 2]; })()"""
-    node, x, y = browser.value(free)
-    frames = """(() => { window.frames_ = []; let last = performance.now(); window.stopped = false;
-      const tick = now => { frames_.push(now - last); last = now; if (!stopped) requestAnimationFrame(tick); };
-      requestAnimationFrame(tick); })()"""
-    for what, (x0, y0) in (("box", (x, y)), ("ground", (130.0, 160.0))):
-        browser.value(frames)
-        browser.drag((x0, y0), (x0 + 180, y0 + 47), steps=60)
-        times = sorted(browser.value("(stopped = true, frames_.slice(2))"))
-        with capsys.disabled():
-            print(
-                f"\ndragging the {what}: {len(times)} frames, median {times[len(times) // 2]:.1f} ms, "
-                f"95% under {times[int(0.95 * len(times))]:.1f} ms, longest {times[-1]:.1f} ms"
-            )
-        if what == "box":
-            assert middle(browser, node) == pytest.approx((x + 180, y + 47), abs=3)
     quiet(browser, path)

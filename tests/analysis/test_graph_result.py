@@ -8,7 +8,6 @@ import pytest
 
 from swd_lens.analysis.graph import UnitGraph, unit_graph
 from swd_lens.analysis.graph.data import records
-from swd_lens.base.sealed import seal
 from swd_lens.circuits import Circuit, attribute
 from tests.analysis.graph_checks import TOKENS, random_factors, toy_graph
 from tests.micro import random_split, toy_model
@@ -104,26 +103,6 @@ def test_what_viewers_change_is_theirs_and_the_graph_is_not(tmp_path):
     written["metadata"]["swd_lens"]["edges"][0]["weight"] *= 2
     path.write_text(json.dumps(written))
     with pytest.raises(ValueError, match=r"graph\.json: not what was written there as a unit graph"):
-        UnitGraph.load(path)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda values: values["edges"][0].update(source="nowhere"),
-        lambda values: values["nodes"].append(values["nodes"][0]),
-        lambda values: values["nodes"][0].update(layer="x"),
-        lambda values: values["settings"].pop("answers"),
-        lambda values: values.update(nodes=3),
-    ],
-)
-def test_other_values_are_no_graph(tmp_path, change):
-    path = tmp_path / "graph.json"
-    written = _written(toy_graph(prompt=TOKENS), path)
-    change(written["metadata"]["swd_lens"])
-    written["metadata"]["swd_lens"] = seal(written["metadata"]["swd_lens"])
-    path.write_text(json.dumps(written))
-    with pytest.raises(ValueError, match=r"graph\.json is not a unit graph, or damaged"):
         UnitGraph.load(path)
 
 

@@ -97,6 +97,7 @@ def test_its_matrices_are_those_of_the_file_bit_for_bit(kind):
             assert torch.equal(found[kind], weight), f"blocks.{layer}.{kind}"
 
 
+@pytest.mark.quick_cases(1)
 @every_kind
 def test_it_scores_what_was_reported_when_it_was_trained(kind):
     model = load(kind)
@@ -171,6 +172,7 @@ SMALL = ["--tokens", "1024", "--heldout-tokens", "1024", "--outer-iterations", "
 ALONE = ["--preset", "quick", "--controls", "none"]
 
 
+@pytest.mark.slow
 def test_circuit_on_the_embedded_model(tmp_path):
     arguments = ["--sites", SITE, "--task", "ioi", "-s", "0.5", "--n-train", "20", "--n-test", "10", *SMALL, *ALONE]
     result = run("circuit", "--host", "bridge", "--out", tmp_path, *arguments)

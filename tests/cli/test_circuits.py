@@ -2,14 +2,12 @@
 
 import json
 import re
-import shlex
 import sys
 
 import pytest
 
 import swd_lens as swd
 from swd_lens import cli
-from swd_lens.base.step_cache import FOLDER
 from tests.cli.commands import FEW, PROMPTS, SMALL, run
 
 TEXT = ["--heldout-tokens", "1024"]
@@ -111,36 +109,6 @@ def test_every_step_is_numbered_and_memory_told(alone):
     )
     megabytes = {"MB": 1, "GB": 1000}
     assert float(most) * megabytes[unit] > 1 and float(peak) * megabytes[peak_unit] > 100
-
-
-@pytest.mark.slow
-def test_ctrl_c_says_what_is_finished_and_the_command_goes_on(tmp_path, alone, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    words = ["circuit", "--out", str(tmp_path / "run"), *SMALLEST]
-    monkeypatch.setattr(sys, "argv", ["swd-lens", *words, "--overwrite"])
-    with monkeypatch.context() as patch:
-        patch.setattr("swd_lens.circuits.protocol.evaluate", interrupted)
-        stopped = run(*words, "--overwrite")
-    assert stopped.exit_code == 130 and "Traceback" not in stopped.output
-    (line,) = [line for line in stopped.stderr.splitlines() if line.startswith("interrupted")]
-    assert line.startswith("interrupted in step 9 of 13 (measure blocks.[23].mlp_out: fidelity, circuits of ioi), 8 finished")
-    command = line.rpartition("goes on from there: ")[2]
-    assert shlex.split(command) == ["swd-lens", *words]
-    with monkeypatch.context() as patch:
-        # Nothing is solved or screened again.
-        patch.setattr("swd_lens.solver.solve", interrupted)
-        patch.setattr(cli.circuits, "screen", interrupted)
-        gone_on = run(*shlex.split(command)[1:])
-    assert gone_on.exit_code == 0, gone_on.output
-    (kept,) = (tmp_path / "run" / "screen" / FOLDER).glob("screen*")
-    assert swd.Run.load(tmp_path / "run").screen.as_dict() == json.loads(kept.read_text())["values"]
-    with monkeypatch.context() as patch:
-        patch.setattr(cli.circuits, "screen", interrupted)  # of other prompts it is made again
-        assert run(*words, "--n-train", "21").exit_code == 130
-    both = [swd.Run.load(folder) for folder in (tmp_path / "run", alone[0])]
-    assert both[0].circuit_table().equals(both[1].circuit_table())
 
 
 @pytest.mark.slow

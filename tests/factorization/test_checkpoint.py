@@ -7,7 +7,7 @@ from swd_lens.base.errors import ShardError
 from swd_lens.factorization.checkpoint import Shard
 from swd_lens.hosts.sites import Site
 from swd_lens.units.factors import FactorSet
-from tests.factorization.test_factorize import ALL, QUICK, assert_same, bits, count_solves
+from tests.factorization.test_factorize import ALL, QUICK, assert_same, count_solves
 from tests.micro import random_tokens
 
 TOKENS = random_tokens(12, 9)
@@ -47,18 +47,6 @@ def test_shards_put_together_are_the_whole_to_the_bit(model, tmp_path, monkeypat
     swd.attach(model, FactorSet.load(out)).detach()  # with its probes
     assert_same(swd.factorize(model, "all", **named, out=out), whole)
     assert len(calls) == len(ALL) - len(held)
-
-
-def test_a_shard_is_resumed(model, tmp_path, monkeypatch):
-    whole = swd.factorize(model, "all", **DENSE)
-    with monkeypatch.context() as patch:
-        count_solves(patch, stop_at=2)
-        with pytest.raises(KeyboardInterrupt):
-            swd.factorize(model, "all", **DENSE, out=tmp_path, shard="1/2")
-    calls = count_solves(monkeypatch)
-    part = swd.factorize(model, "all", **DENSE, out=tmp_path, shard="1/2")
-    assert len(calls) == len(part) - 2
-    assert all(bits(part[site]) == bits(whole[site]) for site in part)
 
 
 def test_shards_that_cannot_be(model, tmp_path):

@@ -109,24 +109,6 @@ def test_resumed_is_uninterrupted_to_the_bit(model, whole_of, tmp_path, monkeypa
     swd.attach(model, FactorSet.load(out)).detach()
 
 
-def test_interrupted_while_calibrating_behind_attached_sites(model, tmp_path, monkeypatch):
-    """The exception comes out of a forward while the earlier site is attached; the host must be dense again."""
-    logits, true = model(TOKENS), swd_lens.factorization.stages.collect_grams
-
-    def interrupted(host, sites, *arguments, **named):
-        if sites[0].name == "blocks.1.mlp_out":
-            assert "blocks.0.hook_mlp_out_unit" in host.hook_dict
-            raise KeyboardInterrupt
-        return true(host, sites, *arguments, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(swd_lens.factorization.stages, "collect_grams", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=tmp_path)
-    assert "blocks.0.hook_mlp_out_unit" not in model.hook_dict and torch.equal(model(TOKENS), logits)
-    assert list(FactorSet.load(tmp_path)) == ["blocks.0.mlp_out"]
-
-
 # ---------------------------------------------------------------------------------------------- what is not taken over
 
 

@@ -3,6 +3,8 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
@@ -21,28 +23,33 @@ from swd_lens.study.section import ReportSection, SectionGraph
 from swd_lens.tasks import Task, TaskExample
 from swd_lens.train.baselines import svd
 
+_FOLDER = TemporaryDirectory(prefix="swd-lens-")  # the tokenizer, which a host reads again; it goes with the process
 HOSTILE = ("</script>", "<b>", '"onload="', "&amp;", "{{7*7}}", "\n", " ", "    ", "\t", "\u202e", "<!--", "$x$")
 WORDS = ("a", " b", " c", " d", "e", " Mary", " John", "'s")
 VOCABULARY = ("<|bos|>", "<|unk|>", *HOSTILE, *WORDS)
 HOSTILE_TASK, HOSTILE_SURFACE = "<i>task</i> $\\bad$", "blocks & <script>alert(1)</script> $_$"
 
 
-@pytest.fixture(scope="session")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@cache
+def made_host() -> Any:
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<|unk|>"))
     backend.pre_tokenizer = pre_tokenizers.Split("|", behavior="removed")
     backend.decoder = decoders.Fuse()
-    folder = tmp_path_factory.mktemp("tokenizer")
     special = {"bos_token": "<|bos|>", "unk_token": "<|unk|>", "eos_token": "<|bos|>", "pad_token": "<|bos|>"}
-    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
     from transformers import AutoTokenizer
 
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(_FOLDER.name)
     torch.manual_seed(0)
     shape = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_head": 8, "d_mlp": 32, "n_ctx": 24, "act_fn": "gelu_new"}
     config = HookedTransformerConfig(**shape, d_vocab=len(VOCABULARY), normalization_type="LN", model_name="tiny <model>", seed=0)
-    return HookedTransformer(config, tokenizer=AutoTokenizer.from_pretrained(str(folder))).eval()
+    return HookedTransformer(config, tokenizer=AutoTokenizer.from_pretrained(_FOLDER.name)).eval()
+
+
+@pytest.fixture(scope="session")
+def host() -> Any:
+    return made_host()
 
 
 def _task(name: str, model: Any, answer: str, distractor: str) -> Task:
@@ -50,9 +57,10 @@ def _task(name: str, model: Any, answer: str, distractor: str) -> Task:
     return Task.from_examples(name, examples, examples, model, validation=examples, source="made by <hand>")
 
 
-@pytest.fixture(scope="session")
-def run(host: Any) -> Run:
+@cache
+def made_run() -> Run:
     """Two surfaces, two tasks (which ask opposite things, so that one of them has no positive margin), three methods."""
+    host = made_host()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=TextWarning)  # random words
         tasks = [_task(HOSTILE_TASK, host, " Mary", " John"), _task("other_way", host, " John", " Mary")]
@@ -66,10 +74,19 @@ def run(host: Any) -> Run:
 
 
 @pytest.fixture(scope="session")
+def run() -> Run:
+    """Made once a process, for the tests of studies, too."""
+    return made_run()
+
+
+@pytest.fixture(scope="session")
 def small(run: Run) -> Run:
-    """One surface of the run, without cards and attention: a page takes as long to make as its pictures."""
+    """One surface of the run and three methods, without cards and attention: a page takes as long to make as its pictures."""
     surface, comparison = next(iter(run.comparisons.items()))
-    replacements = [r for r in run.replacements if r.surface == surface]
+    few = ("SWD s=0.5", "SWD s=0.75", "SVD")
+    replacements = [r for r in run.replacements if r.surface == surface and r.method in few]
+    comparison = of_tasks(comparison, lambda its: replace(its, curves={method: its.curves[method] for method in few}))
+    comparison = replace(comparison, fidelities={method: comparison.fidelities[method] for method in few})
     return replace(run, replacements=replacements, comparisons={surface: comparison}, cards=[], attention=[])
 
 

@@ -68,6 +68,7 @@ def test_transport_gives_the_same_logits_and_the_same_z_there_and_back(raw, flag
     assert_same(seen(model, factors), seen(model, back))
 
 
+@pytest.mark.quick_cases(2)
 def test_factors_of_a_processed_host_move_to_the_raw_one(raw):
     family, model, _ = raw
     host = processed(family, **PROCESSINGS["everything"])

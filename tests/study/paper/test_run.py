@@ -5,10 +5,9 @@ import json
 import pytest
 
 import swd_lens as swd
-from swd_lens.circuits import protocol
 from swd_lens.report.paper import write_paper_report
 from swd_lens.study import paper
-from swd_lens.study.paper import replacements, run
+from swd_lens.study.paper import run
 from tests.study.paper.conftest import SMALL
 
 
@@ -17,29 +16,6 @@ def test_a_finished_item_is_not_run_again(finished, model, monkeypatch):
     monkeypatch.setitem(run.RUNS, "controls", lambda *_: pytest.fail("it was run again"))
     again = paper.run_item("controls", profile="tiny", model=model, out=folder, progress=False, random_b_seeds=1, **SMALL)
     assert again.as_dict() == result.as_dict()
-
-
-@pytest.mark.slow
-def test_interrupted_it_goes_on_to_the_same_bytes(finished, model, tmp_path, monkeypatch):
-    """In the same folder as its factors are made, before they are measured, and between two curves."""
-    folder, _ = finished
-    how = {"profile": "tiny", "model": model, "out": tmp_path, "progress": False, "random_b_seeds": 1, **SMALL}
-    for module, name, after in ((replacements, "factorize", 1), (protocol, "fidelities", 0), (protocol, "evaluate", 2)):
-        whole, calls = getattr(module, name), []
-
-        def stop(*args, whole=whole, calls=calls, after=after, **named):
-            calls.append(args)
-            if len(calls) > after:
-                raise KeyboardInterrupt
-            return whole(*args, **named)
-
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(module, name, stop)
-            paper.run_item("controls", **how)
-        assert not (tmp_path / "controls" / "result.json").exists()
-    paper.run_item("controls", **how)
-    whole = (folder / "controls" / "result.json").read_bytes()
-    assert (tmp_path / "controls" / "result.json").read_bytes() == whole
 
 
 def test_another_host_text_or_profile_is_refused(finished, model):

@@ -7,10 +7,8 @@ import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.hosts import host_of
-from swd_lens.solver import svd_prune
 from swd_lens.units import attach
 from swd_lens.units.exact import svd_factors
-from swd_lens.units.factors import FactorSet
 from tests.forwards import block_runs
 from tests.micro import random_tokens, toy_model
 from tests.units.test_exact import lost_by
@@ -52,30 +50,13 @@ def test_pruned_neurons_stand_on_their_side_too():
     assert other["blocks.0.mlp_in"].settings["basis"] == "input"
 
 
-def test_pruned_svd_of_a_host_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
+def test_pruned_svd_of_a_host_keeps_the_budget():
     model, tokens = toy_model(), random_tokens(8, 9)
     how = {"sparsity": 0.5, "tokens": tokens, "progress": False}
     whole = baselines.svd_pruned(model, "mlp_out", **how)
     for site, f in whole.items():
         assert f.edges == f.d_in * f.d_out // 2 and f.settings["preset"] == "svd_pruned", site
         assert f.n_units == min(f.d_in, f.d_out)
-    solved: list[str] = []
-    solve = svd_prune.factorize
-
-    def second_is_interrupted(*arguments):
-        if len(solved) == 1:
-            raise KeyboardInterrupt
-        solved.append("one")
-        return solve(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(svd_prune, "factorize", second_is_interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            baselines.svd_pruned(model, "mlp_out", **how, out=tmp_path / "factors")
-    assert list(FactorSet.load(tmp_path / "factors")) == ["blocks.0.mlp_out"]
-    resumed = baselines.svd_pruned(model, "mlp_out", **how, out=tmp_path / "factors")
-    for site, f in whole.items():
-        assert torch.equal(resumed[site].read, f.read) and torch.equal(resumed[site].write, f.write)
 
 
 # ---------------------------------------------------------------------------------------------- whitened

@@ -1,6 +1,7 @@
 """Training a baseline: the same bits whatever interrupts it, folders, what is refused, the host as it was, reports."""
 
 import copy
+from functools import cache
 
 import numpy as np
 import pytest
@@ -47,6 +48,12 @@ def train(model, name, **more):
     return function(model, site, TOKENS, **{**SAME, **settings, **more})
 
 
+@cache
+def whole_of(model, name):
+    """A run that nothing interrupts; not to be changed."""
+    return train(model, name)
+
+
 def bits(units):
     return {tokens: {name: t.numpy().tobytes() for name, t in weights.items()} for tokens, weights in units.checkpoints.items()}
 
@@ -66,7 +73,7 @@ def interrupt(monkeypatch, after):
 @pytest.mark.parametrize("name", METHODS)
 def test_resumed_is_uninterrupted_to_the_bit_and_the_host_as_it_was(model, name, tmp_path, monkeypatch):
     before = everything(model)
-    whole = train(model, name)
+    whole = whole_of(model, name)
     for after in (2, 5):
         out = tmp_path / str(after)
         with monkeypatch.context() as patch:
@@ -94,7 +101,7 @@ def test_overwriting_does_not_go_on_from_the_run_before(model, tmp_path, monkeyp
         interrupt(patch, 4)
         with pytest.raises(KeyboardInterrupt):
             train(model, "transcoder", out=tmp_path, seed=1)
-    assert bits(train(model, "transcoder", out=tmp_path, overwrite=True)) == bits(train(model, "transcoder"))
+    assert bits(train(model, "transcoder", out=tmp_path, overwrite=True)) == bits(whole_of(model, "transcoder"))
     # Nor do its files stay beside the new ones, or pass for finished while those are made.
     with monkeypatch.context() as patch:
         interrupt(patch, 2)
@@ -107,7 +114,7 @@ def test_overwriting_does_not_go_on_from_the_run_before(model, tmp_path, monkeyp
 
 @pytest.mark.parametrize("name", ["transcoder", "vpd_kl of an MLP"])
 def test_save_and_load(model, name, tmp_path):
-    units = train(model, name)
+    units = whole_of(model, name)
     units.save(tmp_path / "saved")
     loaded = LearnedUnits.load(tmp_path / "saved")
     assert bits(loaded) == bits(units) and loaded.provenance == units.provenance
@@ -120,7 +127,7 @@ def test_save_and_load(model, name, tmp_path):
 
 @pytest.mark.parametrize("name", ["transcoder", "transcoder of an MLP", "vpd_recon of an MLP"])
 def test_units_of_another_host_are_refused(model, name):
-    units, other = train(model, name), toy_model()
+    units, other = whole_of(model, name), toy_model()
     with torch.no_grad():
         for block in other.blocks:
             block.mlp.W_out.mul_(1.5)
@@ -133,7 +140,7 @@ def test_units_of_another_host_are_refused(model, name):
 
 def test_units_of_another_weight_processing_are_refused(model):
     """A whole MLP's units belong to its matrices as they are: mlp_in changes when LayerNorm is folded into it."""
-    units, folded = train(model, "transcoder of an MLP"), toy_model()
+    units, folded = whole_of(model, "transcoder of an MLP"), toy_model()
     folded.process_weights_(
         fold_ln=True, center_writing_weights=False, center_unembed=False, refactor_factored_attn_matrices=False
     )
@@ -143,7 +150,7 @@ def test_units_of_another_weight_processing_are_refused(model):
 
 @pytest.mark.parametrize("name", ["transcoder", "vpd_kl of an MLP"])
 def test_bfloat16_products_are_for_training_only(model, name):
-    rounded, exact = train(model, name, autocast="bfloat16"), train(model, name)
+    rounded, exact = train(model, name, autocast="bfloat16"), whole_of(model, name)
     assert all(t.dtype in (torch.float32, torch.int64) for t in rounded.checkpoints[350].values())
     assert 0 < abs(rounded.log["loss"].iloc[0] - exact.log["loss"].iloc[0]) < 0.05 * exact.log["loss"].iloc[0]
 
@@ -181,7 +188,7 @@ def test_a_bridge_gives_the_same_units(kind):
 
 
 def test_a_whole_mlp_pools_its_units(model):
-    units, split = train(model, "vpd_recon of an MLP"), random_split()
+    units, split = whole_of(model, "vpd_recon of an MLP"), random_split()
     scores = swd.attribute(model, units, split)
     curve = swd.evaluate(model, units, split, scores)
     assert set(scores.scores) == {"blocks.0.mlp_in", "blocks.0.mlp_out"} == set(units)
@@ -191,7 +198,7 @@ def test_a_whole_mlp_pools_its_units(model):
 
 def test_learned_units_compare_with_swd(model):
     factors = swd.factorize(model, SITE, sparsity=0.5, preset="quick", outer_iterations=4, progress=False)
-    methods = {"SWD": factors, "TC": train(model, "transcoder"), "VPD": lambda: train(model, "vpd_recon")}
+    methods = {"SWD": factors, "TC": whole_of(model, "transcoder"), "VPD": lambda: train(model, "vpd_recon")}
     split = random_split()
     others = [random_split(name=name, seed=seed) for name, seed in (("validation", 2), ("test", 1))]
     task = swd.Task("by hand", split, *others, "by hand", False)
@@ -235,7 +242,7 @@ def test_what_cannot_be_trained_is_refused(model):
 
 
 def test_loaded_units_stay_what_they_were_when_others_are_saved_over_them(model, tmp_path):
-    first, second = train(model, "transcoder"), train(model, "transcoder", seed=1)
+    first, second = whole_of(model, "transcoder"), train(model, "transcoder", seed=1)
     first.save(tmp_path)
     loaded = LearnedUnits.load(tmp_path)
     second.save(tmp_path)
