@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.truth --out DIR              the table of `swd-lens truth`; goes on in DIR
     python -m tests.benchmarks.truth --out DIR --record     also into results/truth.json
+    python -m tests.benchmarks.truth --out DIR --toy "TMS 5-2" --method VPD --record    one answer; all else stays as recorded
 
 Methods are told the number of true units and of their entries unless the case says otherwise. What a row is stands in
 swd_lens/truth/run.py, what the columns are in swd_lens/docs/pages/explain/truth.md.
@@ -16,8 +17,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from swd_lens.truth import METHODS, TruthTable, run_truth
-from tests.benchmarks.results import Table, record
+from swd_lens.truth import TruthTable, run_truth
+from tests.benchmarks.results import FOLDER, Table, read_result, record
 
 WHAT = {"planted": "Planted matrices", "compiled": "attn_o of compiled hosts", "toys": "Toys of the decomposition papers"}
 # What is run; where cases have fewer methods, the others took too long for a machine that many shared.
@@ -25,8 +26,7 @@ LEFT = ["SWD", "SWD deep", "SWD, sparse reads"]
 RUNS: tuple[dict[str, Any], ...] = (
     {"parts": ["compiled"], "cases": ["axes"]},
     {"parts": ["compiled"], "cases": ["rotated", "rotated, in answers' coordinates"], "methods": LEFT},
-    {"parts": ["toys"], "cases": ["TMS 5-2"]},
-    {"parts": ["toys"], "cases": ["TMS 40-10"], "methods": [name for name in METHODS if name != "VPD"]},
+    {"parts": ["toys"], "cases": ["TMS 5-2", "TMS 40-10"]},
     {"parts": ["toys"], "cases": ["residual MLP"], "methods": ["SWD", "SWD from inputs", "neurons", "SVD"]},
     {"parts": ["planted"]},
 )
@@ -42,9 +42,20 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="folder of finished answers")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--toy", help="with --method: only this toy")
+    parser.add_argument("--method", help="with --toy: only this method")
     parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
+    if bool(args.toy) != bool(args.method):
+        parser.error("--toy and --method go together")
     torch.set_num_threads(args.threads)
+    if args.toy:
+        found = run_truth(["toys"], cases=[args.toy], methods=[args.method], out=args.out)
+        tables = [_with(table, _of(found, "toys")) for table in read_result(FOLDER / "truth.json").tables]
+        print(_of(found, "toys").markdown())
+        if args.record:
+            record("truth", tables, threads=[args.threads], about=ABOUT, notes=NOTES)
+        return
     found = reduce(_joined, (run_truth(**run, seeds=args.seeds, out=args.out) for run in RUNS))
     tables = [_planted(found), *(_of(found, part) for part in ("compiled", "toys")), _losses(found)]
     print("\n\n".join(f"{table.title}\n\n{table.markdown()}" for table in tables))
@@ -54,6 +65,20 @@ def main() -> None:
 
 def _joined(first: TruthTable, second: TruthTable) -> TruthTable:
     return replace(first, rows=pd.concat([first.rows, second.rows], ignore_index=True), toys={**first.toys, **second.toys})
+
+
+def _with(table: Table, new: Table) -> Table:
+    """The table with the rows of `new`, where it is of the same name: in place of those of the same case and method, or behind
+    the last one of the case."""
+    if table.title != new.title:
+        return table
+    rows = list(table.rows)
+    for row in new.rows:
+        of_case = [i for i, each in enumerate(rows) if each[0] == row[0]]
+        same = [i for i in of_case if rows[i][1] == row[1]]
+        at = same[0] if same else of_case[-1] + 1
+        rows[at : at + len(same)] = [row]
+    return replace(table, rows=rows)
 
 
 def _planted(found: TruthTable) -> Table:

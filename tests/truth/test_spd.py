@@ -15,7 +15,7 @@ BIAS = torch.tensor([0.0, -0.1, 0.0])
 
 def run(raw, **changes):
     """A run whose first three components are the features and whose others are nothing; every importance is `raw`."""
-    made = spd._Run(WEIGHT, BIAS, recipe(3, 2, **changes))
+    made = spd._Run(WEIGHT, BIAS, recipe(3, 2, faithfulness_steps=0, **changes))
     with torch.no_grad():
         first = made.parts[0]
         first.W_enc.zero_()
@@ -46,7 +46,7 @@ def test_the_error_by_hand(monkeypatch):
 
 
 def test_matrices_stay_tied_and_training_learns():
-    spec = recipe(3, 2, steps=40, batch=64)
+    spec = recipe(3, 2, steps=40, batch=64, faithfulness_steps=50)
     made = spd._Run(WEIGHT, BIAS, spec)
     before = made._row(0)
     made.load(*made.train(0, 40))
@@ -56,7 +56,7 @@ def test_matrices_stay_tied_and_training_learns():
 
 
 def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
-    spec = recipe(3, 2, steps=20, batch=16, seed=3)
+    spec = recipe(3, 2, steps=20, batch=16, seed=3, faithfulness_steps=5)
     whole = decompose(WEIGHT, BIAS, spec)
     train, calls = spd._Run.train, []
 
