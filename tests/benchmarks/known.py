@@ -106,8 +106,8 @@ ABOUT = [
     "SPD (Bushnaq et al., 2025) of the toy models on the models' own loss, by its published settings (components, minimality and "
     "its power, faithfulness, one gate of 16 neurons per component, Adam at 1e-3 along a cosine), W and its transpose tied as in "
     f"the public code, {STEPS:,} steps of 1,024 (5-2) and 512 samples (40-10) in place of 40,000 of 4,096, and 200 steps towards "
-    "VU = W before, as in the public code's settings. MMCS and ML2R are of all pieces, as published, and of those with a tenth of "
-    "the largest one's norm.",
+    "VU = W before, as in the public code's settings. MMCS and ML2R are of all pieces, as published, and of those with a tenth "
+    "of the largest one's norm.",
     "The papers print no loss of their toys: these are held against the same toys trained by the papers' recipe here (constant "
     "rate; ours falls along a cosine, in fewer steps); 100,000 fresh samples.",
 ]
