@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from swd_lens.base.checks import bounded
 from swd_lens.base.fingerprints import sha256
 from swd_lens.base.step_cache import StepCache
 from swd_lens.base.surroundings import with_torch_defaults
@@ -88,6 +89,7 @@ def decompose(
     spec: VpdSpec | None = None,
     *,
     cache: StepCache | None = None,
+    tenths: int = MARKS,
 ) -> Decomposition:
     """Take the model relu(x W W^T + b) apart by stochastic parameter decomposition.
 
@@ -95,17 +97,20 @@ def decompose(
         weight: W, which stays as it is. bias: b.
         spec: see `recipe`, the default.
         cache: where every tenth of the training is kept; the same call goes on after the last one.
+        tenths: stop after so many; the rate has not come to zero then.
 
     Raises:
+        ValueError: tenths is not between 1 and 10.
         ResumeError: a kept part is damaged.
 
     Source: Bushnaq, Braun and Sharkey, Stochastic Parameter Decomposition, 2025 (appendix: settings); ties after the public code.
     """
+    bounded("tenths", tenths, 1, MARKS)
     spec = recipe(*weight.shape) if spec is None else spec
     cache = StepCache(None) if cache is None else cache
     run = _Run(weight.detach().float(), bias.detach().float(), spec)
     name = sha256([weight, bias])[:12]
-    ends = [round(spec.steps * mark / MARKS) for mark in range(1, MARKS + 1)]
+    ends = [round(spec.steps * mark / MARKS) for mark in range(1, tenths + 1)]
     curve: list[dict[str, float]] = []
     for begin, end in zip([0, *ends], ends, strict=False):
         key = ("SPD", f"{weight.shape[0]}-{weight.shape[1]}", name, repr(spec), str(end))

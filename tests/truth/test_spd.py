@@ -75,6 +75,10 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     assert torch.equal(again.read, whole.read) and torch.equal(again.write, whole.write) and again.curve == whole.curve
     monkeypatch.setattr(spd._Run, "train", lambda *_: pytest.fail("made again"))
     assert torch.equal(decompose(WEIGHT, BIAS, spec, cache=StepCache(tmp_path)).read, whole.read)
+    half = decompose(WEIGHT, BIAS, spec, cache=StepCache(tmp_path), tenths=5)
+    assert half.curve == whole.curve[:5] and not torch.equal(half.read, whole.read)
+    with pytest.raises(ValueError, match="tenths"):
+        decompose(WEIGHT, BIAS, spec, tenths=11)
     damaged = next((tmp_path / "parts").glob("SPD*20*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-4])
     with pytest.raises(ResumeError):
