@@ -2,7 +2,7 @@
 
 1. planted.py: W = A B at a known support, with noise and rotations; toys.py: the toy models of the decomposition papers, trained
    here; compiled.py: a transformer whose weights are written.
-2. scores.py: supports, cosines, circuits. methods.py: SWD and what it is compared with.
+2. scores.py: supports, cosines, circuits. methods.py: SWD and what it is compared with; spd.py: SPD of a toy model, as published.
 3. run.py: all of these in one table, `swd-lens truth`.
 """
 

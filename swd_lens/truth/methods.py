@@ -3,7 +3,8 @@
 1. SWD: its presets, the side that units start from, more units than the true ones, and dense write vectors ("sparse reads").
 2. Without an error: neurons and singular vectors; the same pruned to the budget.
 3. Learned: dictionary learning of W's rows or columns (scikit-learn), a transcoder and VPD (the package's coders, trained on
-   drawn inputs by AdamW). Rivals get several tries and keep what is nearest to W, or to its outputs.
+   drawn inputs by AdamW). Rivals get several tries and keep what is nearest to W, or to its outputs. Where W is of a toy model
+   of superposition, VPD is trained on the model's own loss, as published (spd.py).
 Methods whose vectors are dense are trimmed to the budget before supports are compared (scores.py, `trimmed`); their cosines are
 those of the untrimmed vectors.
 """
@@ -18,12 +19,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.checks import one_of
+from swd_lens.base.step_cache import StepCache
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.solver import solve
 from swd_lens.train.baselines.coders import Coder, Transcoder
 from swd_lens.train.baselines.spec import TrainSpec, TranscoderSpec, VpdSpec
 from swd_lens.train.baselines.vpd import Vpd
 from swd_lens.truth.scores import relative_error, trimmed
+from swd_lens.truth.spd import decompose
 from swd_lens.units.exact import neuron_factors, svd_factors
 
 SKLEARN = "dictionary learning needs scikit-learn: pip install scikit-learn, or leave the method out (methods=)"
@@ -37,6 +40,7 @@ class Problem:
         weight: W (d_in, d_out). gram: of its inputs; None: the identity.
         edges, units: the budget, and how many units there are.
         inputs: (sample, d_in) on which learned methods are trained; sparse, as they want them.
+        bias: b of the toy model relu(x W W^T + b) whose W this is; None: of no such model.
     """
 
     weight: Float[Tensor, "d_in d_out"]
@@ -44,6 +48,7 @@ class Problem:
     edges: int
     units: int
     inputs: Float[Tensor, "sample d_in"]
+    bias: Float[Tensor, " d_in"] | None = None
 
 
 @dataclass(frozen=True)
@@ -127,9 +132,12 @@ def transcoder(problem: Problem) -> Answer:
     return _sparsest(tries)
 
 
-def vpd(problem: Problem) -> Answer:
-    """VPD-Recon-CI, rank-one components under learned importance: of three minimalities the largest whose error is near the
-    least."""
+def vpd(problem: Problem, cache: StepCache | None = None) -> Answer:
+    """Of a toy model: stochastic parameter decomposition of it, whose parts the cache keeps. Else VPD-Recon-CI, rank-one
+    components under learned importance: of three minimalities the largest whose error is near the least."""
+    if problem.bias is not None:
+        found = decompose(problem.weight, problem.bias, cache=cache)
+        return Answer(found.read, found.write, found.vpd)
     how = {"width": problem.units, "importance": "shared_mlp", "hidden": 64, "p_start": 1.0, "p_end": 1.0, **_shared()}
     tries = [_trained(problem, Vpd, VpdSpec(minimality=weight, **how)) for weight in _VPDS]
     return _sparsest(tries)
@@ -195,8 +203,8 @@ DENSE = frozenset({"neurons", "SVD", "dictionary learning", "transcoder", "VPD",
 
 
 @with_torch_defaults
-def answer(method: str, problem: Problem) -> Answer:
-    """Solve a problem by one method.
+def answer(method: str, problem: Problem, cache: StepCache | None = None) -> Answer:
+    """Solve a problem by one method. cache: where trainings of minutes keep their parts; the same call goes on there.
 
     Raises:
         ValueError: an unknown method; or (SolveInputError) one that cannot make such factors: too few edges, say.
@@ -205,4 +213,6 @@ def answer(method: str, problem: Problem) -> Answer:
     Source: ours; each method is that of its own documentation.
     """
     one_of("method", method, METHODS)
+    if method == "VPD":
+        return vpd(problem, cache)
     return METHODS[method](problem)

@@ -224,7 +224,7 @@ def run_truth(
         made = lru_cache(2)(lambda part, case, seed: _case(part, case, seed, cache))
         for done, (part, case, method, seed) in enumerate(tqdm(steps, desc="truth", unit="answer", disable=not progress)):
             about = {"part": part, "case": case, "method": method, "seed": seed}
-            key, measure = (part, case, method, str(seed)), partial(_measured, partial(made, part, case, seed), method)
+            key, measure = (part, case, method, str(seed)), partial(_measured, partial(made, part, case, seed), method, cache)
             rows.append({**about, **cache.values(key, measure, dict)})
             reached(f", {done + 1} of {len(steps)} answers finished")
             if part == "toys" and case not in toys:
@@ -263,7 +263,7 @@ def _case(part: str, case: str, seed: int, cache: StepCache) -> _Case:
     if part == "compiled":
         return _compiled_case(*_HOSTS[case])
     toy = _trained_toy(case, seed, cache)
-    problem = Problem(toy.weight, toy.gram, toy.truth.edges, toy.truth.n_units, toy.inputs)
+    problem = Problem(toy.weight, toy.gram, toy.truth.edges, toy.truth.n_units, toy.inputs, toy.bias)
     return _Case({"": problem}, {"": toy.truth}, toy=toy)
 
 
@@ -319,12 +319,14 @@ def _trained_toy(case: str, seed: int, cache: StepCache) -> Toy:
     def make() -> tuple[dict[str, Tensor], dict[str, Any]]:
         toy = _TOYS[case](seed)
         tensors = {"weight": toy.weight, "gram": toy.gram, "inputs": toy.inputs}
+        tensors |= {} if toy.bias is None else {"bias": toy.bias}
         return tensors, {"loss": toy.loss, "reference": None if math.isnan(toy.reference) else toy.reference}
 
     def read(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> Toy:
         truth = TrueUnits(torch.eye(len(tensors["weight"])), tensors["weight"].clone())
         reference = math.nan if values["reference"] is None else values["reference"]
-        return Toy(case, tensors["weight"], truth, tensors["gram"], tensors["inputs"], values["loss"], reference)
+        found = tensors["weight"], truth, tensors["gram"], tensors["inputs"]
+        return Toy(case, *found, values["loss"], reference, tensors.get("bias"))
 
     return cache.tensors(("toy", case, str(seed)), make, read)
 
@@ -343,11 +345,11 @@ def _losses(case: _Case) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- measures
 
 
-def _measured(make: Callable[[], _Case], method: str) -> dict[str, Any]:
+def _measured(make: Callable[[], _Case], method: str, cache: StepCache) -> dict[str, Any]:
     """A method's answers to a case's matrices, measured; means over these, sums of units and edges."""
     case, began = make(), time.perf_counter()
     try:
-        answers = {site: answer(method, problem) for site, problem in case.problems.items()}
+        answers = {site: answer(method, problem, cache) for site, problem in case.problems.items()}
     except SolveInputError:
         return {}  # it knows no such factors: NaN in the table
     seconds = time.perf_counter() - began

@@ -6,8 +6,9 @@
    writes to the neurons; the matrix is W_E W_in, as the embedding is known.
 
 Data and optimizer are those of the papers (Braun et al., 2025; Bushnaq et al., 2025, appendix); steps are fewer, the rate falls
-to zero. The papers print no loss of their models. `reference` is what a loss is held against here: of 5 in 2 that of the best
-regular pentagon, of the residual MLP that of 50 neurons which compute 50 of the features exactly (p / 12).
+to zero. The papers print no loss of their models, so that tests/benchmarks/known.py trains them by the papers' own recipe, too.
+`reference` is what a loss is held against here: of 5 in 2 that of the best regular pentagon, of the residual MLP that of 50
+neurons which compute 50 of the features exactly (p / 12).
 """
 
 import math
@@ -24,6 +25,7 @@ from swd_lens.truth.scores import TrueUnits
 
 # MMCS and ML2R of SPD (Bushnaq et al., 2025, table 1).
 PUBLISHED: Mapping[str, tuple[float, float]] = {"TMS 5-2": (1.000, 0.993), "TMS 40-10": (1.000, 1.010)}
+PRESENT = 0.05  # probability of a feature of the toys of superposition
 _SAMPLE = 100_000  # of the loss
 
 
@@ -35,6 +37,7 @@ class Toy:
         name: "TMS 5-2", ...
         weight: (features, d_out), as it is applied: x @ weight.
         truth: one unit per feature. gram: E[x^T x], exact. inputs: (sample, features).
+        bias: b of relu(x W W^T + b); None: the toy is another model.
         loss: mean squared error on fresh data. reference: see the module; NaN where there is none.
     """
 
@@ -45,23 +48,32 @@ class Toy:
     inputs: Float[Tensor, "sample features"]
     loss: float
     reference: float
+    bias: Float[Tensor, " features"] | None = None
+
+
+def sparse_features(n: int, features: int, generator: torch.Generator) -> Float[Tensor, "n features"]:
+    """Data of the toys of superposition: uniform on [0, 1], each present with probability .05."""
+    return torch.rand(n, features, generator=generator) * (torch.rand(n, features, generator=generator) < PRESENT)
 
 
 @with_torch_defaults
-def superposition(features: int = 5, hidden: int = 2, *, steps: int = 4000, seed: int = 0) -> Toy:
+def superposition(
+    features: int = 5, hidden: int = 2, *, steps: int = 4000, batch: int = 2048, falling: bool = True, seed: int = 0
+) -> Toy:
     """Train a toy model of superposition: features uniform on [0, 1], each present with probability .05.
 
     Args:
         features, hidden: sizes; 5 and 2, or 40 and 10, are the papers'.
-        steps: of AdamW, 2,048 samples each.
+        steps: of AdamW. batch: samples of each.
+        falling: the rate falls along a cosine; False: it stays, as published (10,000 steps of 1,024; 40 in 10: of 8,192).
         seed: of weights and data.
 
     Raises:
-        ValueError: sizes or steps below 1.
+        ValueError: sizes, steps or batch below 1.
 
     Source: Elhage et al., 2022; sizes, data, rate .005 and weight decay .01 as in Bushnaq et al., 2025 (appendix).
     """
-    for name, value in (("features", features), ("hidden", hidden), ("steps", steps)):
+    for name, value in (("features", features), ("hidden", hidden), ("steps", steps), ("batch", batch)):
         bounded(name, value, 1)
     g = torch.Generator().manual_seed(seed)
     weight = (torch.randn(features, hidden, generator=g) / math.sqrt(features)).requires_grad_()
@@ -71,15 +83,15 @@ def superposition(features: int = 5, hidden: int = 2, *, steps: int = 4000, seed
         return torch.relu(x @ weight @ weight.T + bias)
 
     def data(n: int) -> Tensor:
-        return torch.rand(n, features, generator=g) * (torch.rand(n, features, generator=g) < 0.05)
+        return sparse_features(n, features, g)
 
-    _train([weight, bias], lambda: (model(x := data(2048)) - x).square().mean(), steps, 5e-3)
+    _train([weight, bias], lambda: (model(x := data(batch)) - x).square().mean(), steps, 5e-3, falling)
     with torch.no_grad():
         fresh = data(_SAMPLE)
         loss = float((model(fresh) - fresh).square().mean())
     reference = _pentagon(fresh) if (features, hidden) == (5, 2) else math.nan
-    gram = torch.full((features, features), 0.05**2 / 4).fill_diagonal_(0.05 / 3)
-    return _toy(f"TMS {features}-{hidden}", weight.detach(), gram, data(8192), loss, reference)
+    gram = torch.full((features, features), PRESENT**2 / 4).fill_diagonal_(PRESENT / 3)
+    return _toy(f"TMS {features}-{hidden}", weight.detach(), gram, data(8192), loss, reference, bias.detach())
 
 
 @with_torch_defaults
@@ -120,12 +132,13 @@ def residual_mlp(features: int = 100, neurons: int = 50, *, d_embed: int = 1000,
     return _toy("residual MLP", (embedding @ w_in).detach(), gram, data(8192), loss, 0.01 / 12)
 
 
-def _train(parameters: list[Tensor], loss: Callable[[], Tensor], steps: int, rate: float) -> None:
-    """AdamW with weight decay .01; the rate falls along a cosine."""
+def _train(parameters: list[Tensor], loss: Callable[[], Tensor], steps: int, rate: float, falling: bool = True) -> None:
+    """AdamW with weight decay .01; the rate falls along a cosine, or stays."""
     adam = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01, foreach=False)
     with torch.enable_grad():
         for step in range(steps):
-            adam.param_groups[0]["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / steps))
+            if falling:
+                adam.param_groups[0]["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / steps))
             adam.zero_grad()
             loss().backward()
             adam.step()
@@ -144,5 +157,7 @@ def _pentagon(x: Float[Tensor, "sample 5"]) -> float:
     return min(losses)
 
 
-def _toy(name: str, weight: Tensor, gram: Tensor, inputs: Tensor, loss: float, reference: float) -> Toy:
-    return Toy(name, weight, TrueUnits(torch.eye(len(weight)), weight.clone()), gram, inputs, loss, reference)
+def _toy(
+    name: str, weight: Tensor, gram: Tensor, inputs: Tensor, loss: float, reference: float, bias: Tensor | None = None
+) -> Toy:
+    return Toy(name, weight, TrueUnits(torch.eye(len(weight)), weight.clone()), gram, inputs, loss, reference, bias)

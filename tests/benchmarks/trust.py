@@ -33,7 +33,8 @@ from tests.benchmarks.results import Table, record
 CELLS = (("agreement", "blocks.25.mlp_out"), ("agreement", "blocks.27.attn_o"))
 SPARSITY, CALIBRATION, HELDOUT = 0.75, 8_192, 4_096
 DRAWS, RUNS, NULLS = 200, 12, 2
-INTRUDER_SITE, INTRUDER_TOKENS, INTRUDED = "blocks.25.mlp_out", 8_192, 100
+INTRUDER_SITE, INTRUDER_KINDS = "blocks.25.mlp_out", ("SWD", "neurons", "random directions")
+INTRUDER_TOKENS, INTRUDED, INTRUDER_TRIALS = 4_096, 100, 10
 COLUMNS = ["SmolLM2's circuit", "units / edges", "null p", "at the worst", "stability card"]
 FURTHER = ["task", "site", "recovered", "attack p", "error term kept", "gap p", "KL p50", "KL p99.9", "p beside noise"]
 TIMES = ["task", "site", "factorize", "null", "attack", "transfer", "tail", "card"]
@@ -86,35 +87,45 @@ def measure(folder: Path, task_name: str, site: str) -> dict[str, Any]:
 
 
 def intruders(folder: Path, site: str) -> list[list[str]]:
-    """Accuracy of the encoder on contexts of a site's units by method, measured now or read."""
-    file = folder / f"intruders {site}.json"
-    if not file.exists():
-        model, tokens, heldout = loaded("smollm2", CALIBRATION, INTRUDER_TOKENS)
-        swd_units = swd.factorize(model, site, sparsity=SPARSITY, tokens=tokens, progress=False)
-        weight = host_of(model).weight(find_sites(model, site)[0]).detach()
-        generator = torch.Generator().manual_seed(0)
-        turn = torch.linalg.qr(torch.randn(len(weight), len(weight), generator=generator))[0]
-        random = swd.FactorSet({site: swd.Factors(turn.contiguous(), turn.T @ weight, weight=weight)})
-        rows = []
-        for name, factors in (("SWD", swd_units), ("neurons", swd.baselines.neurons(model, site)), ("random directions", random)):
-            n_units = factors[site].n_units
-            drawn = torch.randperm(n_units, generator=generator)[:INTRUDED].sort().values.tolist()
-            how = {
-                "units": [(site, unit) for unit in drawn],
-                "n": 20,
-                "exclude": "special",
-                "coactivation": False,
-                "progress": False,
-            }
-            found = swd.intruder(swd.audit(model, factors, heldout, **how))
-            high = float((found.rows["accuracy"] >= 0.5).mean())
-            print(name, found, found.settings["units left out"], flush=True)
-            dealt = sum(found.deals) / len(found.deals)
-            rows.append(
-                [site, name, str(len(found.rows)), f"{found.accuracy:.3f}", f"{dealt:.3f}", f"{found.p:.2f}", f"{high:.2f}"]
-            )
-        write_text(file, json.dumps(rows, indent=1))
-    return json.loads(file.read_text())
+    """Accuracy of the encoder on contexts of a site's units by kind of units; each kind is measured now or read."""
+    rows = []
+    for kind in INTRUDER_KINDS:
+        file = folder / f"intruders {site} {kind}.json"
+        if not file.exists():
+            write_text(file, json.dumps(_intruder_row(site, kind), indent=1))
+        rows.append(json.loads(file.read_text()))
+    return rows
+
+
+def _intruder_row(site: str, kind: str) -> list[str]:
+    """A row of one kind of units, of which as many are drawn with a seed; contexts are of text that nothing was fitted to."""
+    began = time.process_time()
+    model, tokens, heldout = loaded("smollm2", CALIBRATION, INTRUDER_TOKENS)
+    factors = _units_of(kind, model, site, tokens)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randperm(factors[site].n_units, generator=generator)[:INTRUDED].sort().values.tolist()
+    how = {"units": [(site, unit) for unit in drawn], "n": 20, "exclude": "special", "coactivation": False, "progress": False}
+    found = swd.intruder(swd.audit(model, factors, heldout, **how), trials=INTRUDER_TRIALS)
+    seconds = time.process_time() - began
+    print(kind, found, found.settings["units left out"], f"{seconds:.0f} s", flush=True)
+    accuracies = found.rows["accuracy"]
+    dealt = sum(found.deals) / len(found.deals)
+    # Units, not trials, are what was drawn: the standard error is theirs.
+    error = float(accuracies.std()) / len(accuracies) ** 0.5
+    half = float((accuracies >= 0.5).mean())
+    values = f"{found.accuracy:.3f} ± {error:.3f}", f"{dealt:.3f}", f"{found.p:.2f}", f"{half:.2f}", f"{seconds:.0f}"
+    return [site, kind, str(len(accuracies)), *values]
+
+
+def _units_of(kind: str, model: Any, site: str, tokens: torch.Tensor) -> Any:
+    if kind == "SWD":
+        return swd.factorize(model, site, sparsity=SPARSITY, tokens=tokens, progress=False)
+    if kind == "neurons":
+        return swd.baselines.neurons(model, site)
+    weight = host_of(model).weight(find_sites(model, site)[0]).detach()
+    generator = torch.Generator().manual_seed(0)
+    turn = torch.linalg.qr(torch.randn(len(weight), len(weight), generator=generator))[0]
+    return swd.FactorSet({site: swd.Factors(turn.contiguous(), turn.T @ weight, weight=weight)})
 
 
 def cells_of(task: str, site: str, row: dict[str, Any]) -> list[str]:
@@ -174,15 +185,25 @@ def main() -> None:
             [*left, "left", "right", "left", "left", "right"],
         ),
     ]
-    columns = ["site", "units", "how many", "intruders found", "contexts dealt at random", "p", "units with half found"]
-    tables.append(Table("Intruder test", columns, intruders(args.folder, INTRUDER_SITE), ["left"] * 2 + ["right"] * 5))
+    columns = [
+        "site",
+        "units",
+        "how many",
+        "intruders found",
+        "contexts dealt at random",
+        "p",
+        "units with half found",
+        "seconds",
+    ]
+    tables.append(Table("Intruder test", columns, intruders(args.folder, INTRUDER_SITE), ["left"] * 2 + ["right"] * 6))
     print(*(table.markdown() for table in tables), sep="\n\n")
     if args.record:
         about = [
             f"SmolLM2-135M, `swd.factorize(model, site, sparsity={SPARSITY}, tokens=tokens)` on {CALIBRATION:,} tokens; 150 "
             f"training, 100 validation and 100 test prompts; {DRAWS} random circuits, so that the smallest p is 1/{DRAWS + 1}; "
             f"the attack restores a tenth of the outside units in part; cards of {RUNS} runs and {NULLS} null runs. "
-            f"Intruder test: {INTRUDED} units of each kind, contexts of {INTRUDER_TOKENS:,} tokens, chance 1/6.",
+            f"Intruder test: {INTRUDED} units of each kind, less those with fewer than six contexts; contexts of "
+            f"{INTRUDER_TOKENS:,} tokens; {INTRUDER_TRIALS} trials a unit, chance 1/6; standard errors over units.",
             *(f"{task}, {site}: {row['verdict']} {' '.join(row['notes'])}" for (task, site), row in rows.items()),
         ]
         record(

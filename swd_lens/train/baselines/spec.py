@@ -129,8 +129,8 @@ class VpdSpec(TrainSpec):
     fidelity: str = setting("recon", one_of=("recon", "kl"))
     # Of the fidelity term; 2.0 in the public GPT-2 recipe of the KL.
     fidelity_weight: float | int = setting(1.0, at_least=0)
-    # One small network per component on the whole input, or one for all.
-    importance: str = setting("vector_mlp", one_of=("vector_mlp", "shared_mlp"))
+    # One small network per component on the whole input; one for all; or one per component on its own inner activation (x V)_c.
+    importance: str = setting("vector_mlp", one_of=("vector_mlp", "shared_mlp", "scalar_mlp"))
     hidden: int = setting(128, at_least=1)
     # Of the minimality term sum_c mean_t (g_upper + eps)^p. reduction="mean": the mean over components, in place of the sum.
     minimality: float | int = setting(1e-4, at_least=0)

@@ -7,7 +7,8 @@
 4. Units: z_c = g_c(x) (x V)_c, so that the forward without stochastic masks is the sum of z_c U_c plus the bias.
 
 Causal importance says how much each component matters for an input, a number per component and token in [0, 1]: a network maps
-the projection's input x to one raw number r per component (method.md §1.3), and r is squashed twice (leaky-hard, §1.4):
+the projection's input x to one raw number r per component (method.md §1.3; `ScalarMlp` is given x V, a number per component, in
+place of x), and r is squashed twice (leaky-hard, §1.4):
 `lower_leaky` is the mask g, `upper_leaky` is what minimality charges. Where masks are binomial, the mask's r is `jittered` first.
 Both are clamps to [0, 1]. They differ in what they let through where they clamp, so that no component is stuck: the mask of a
 component that is off can be raised by its own gradient, and the charge of one that is above 1 still falls.
@@ -65,13 +66,18 @@ class Vpd(Coder):
 
     def encode(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch unit"]:
         """z = g(x) (x V). The plain clamp: the leak below zero is for training, it is no gradient of this function."""
-        return self.importance(x).clamp(0.0, 1.0) * (x @ self.W_enc)
+        read = x @ self.W_enc
+        return self.raw(x, read).clamp(0.0, 1.0) * read
 
     def decode(self, z: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch d_out"]:
         """z U + bias: the site's output."""
         return z @ self.W_dec + self.bias
 
     # ------------------------------------------------------------------ training
+
+    def raw(self, x: Float[Tensor, "*batch d_in"], read: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch unit"]:
+        """Importances before they are squashed, from the input x and read = x V."""
+        return self.importance(read if self.spec.importance == "scalar_mlp" else x)
 
     def masked(
         self,
@@ -87,9 +93,9 @@ class Vpd(Coder):
                 are g + (1 - g) sources. They broadcast over the batch. None: the masks are g, and what VU lacks is left out.
             noise: in [0, 1]; the importances that masks are made of are jittered by it. None: they are not.
         """
-        raw = self.importance(x)
-        g = lower_leaky(raw if noise is None else jittered(raw, noise))
         read, width = x @ self.W_enc, self.W_enc.shape[1]
+        raw = self.raw(x, read)
+        g = lower_leaky(raw if noise is None else jittered(raw, noise))
         if sources is None:
             return self.decode(g * read), raw
         y = self.decode((g + (1 - g) * sources[..., :width]) * read)
@@ -277,5 +283,20 @@ class SharedMlp(_Network):
         return nn.functional.gelu(x @ self.w1 + self.b1) @ self.w2 + self.b2
 
 
+class ScalarMlp(_Network):
+    """One MLP per component on the component's own inner activation (x V)_c: 1 -> hidden -> 1, exact GELU; 3 C hidden + C
+    parameters. That of the toy models of SPD (Bushnaq et al., 2025)."""
+
+    def __init__(self, d_in: int, width: int, hidden: int):
+        super().__init__(1, hidden, (1, width, hidden), (width, hidden), width)
+
+    def forward(self, read: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch unit"]:
+        # Components first, so that each is a matrix product of its own, in place of a sum over a (batch, unit, hidden) array.
+        flat = read.reshape(-1, read.shape[-1])
+        inner = torch.baddbmm(self.b1[:, None], flat.T[..., None], self.w1.movedim(0, 1))
+        raw = torch.bmm(nn.functional.gelu(inner), self.w2[..., None])[..., 0].T
+        return (raw + self.b2).reshape(read.shape)
+
+
 # By the name of the setting.
-IMPORTANCE_NETWORKS = {"vector_mlp": VectorMlp, "shared_mlp": SharedMlp}
+IMPORTANCE_NETWORKS = {"vector_mlp": VectorMlp, "shared_mlp": SharedMlp, "scalar_mlp": ScalarMlp}

@@ -10,6 +10,7 @@ from swd_lens.train.baselines.fits import HostFit
 from swd_lens.train.baselines.spec import VpdSpec
 from swd_lens.train.baselines.units import Trajectory
 from swd_lens.train.baselines.vpd import (
+    ScalarMlp,
     VectorMlp,
     Vpd,
     clip_components,
@@ -101,6 +102,25 @@ def test_vpd_masks_by_hand():
     # both sources 1: nothing is masked, and the dense output 2 * 1 + 1 comes back
     y, _ = vpd.masked(x, torch.ones(1, 2))
     assert y.item() == 3.0
+
+
+def test_scalar_importance_sees_one_inner_activation():
+    network = ScalarMlp(6, 2, 1)  # six inputs; a component's network sees one number
+    with torch.no_grad():
+        network.w1.copy_(torch.tensor([[[2.0], [0.0]]]))
+        network.b1.copy_(torch.tensor([[0.0], [1.0]]))
+        network.w2.copy_(torch.tensor([[3.0], [10.0]]))
+        network.b2.copy_(torch.tensor([0.5, 0.0]))
+    # exact GELU: 2 * 3 -> 6 (to 1e-8), times 3, plus .5; gelu(1) = .8413447, times 10, whatever is read
+    raw = network(torch.tensor([[[3.0, -7.0]], [[3.0, 9.0]]]))
+    assert raw.shape == (2, 1, 2)
+    torch.testing.assert_close(raw, torch.tensor([18.5, 8.413447]).expand(2, 1, 2), rtol=1e-5, atol=0)
+    vpd = drawn(Vpd(6, 4, VpdSpec(width=8, hidden=3, importance="scalar_mlp")))
+    vpd.stand_for(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(4))
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    read = x @ vpd.W_enc
+    torch.testing.assert_close(vpd.encode(x), vpd.importance(read).clamp(0, 1) * read)
+    torch.testing.assert_close(vpd.masked(x)[1], vpd.importance(read))
 
 
 def test_vpd_recon_loss_by_hand():
