@@ -167,8 +167,8 @@ def main() -> None:
     print(*(table.markdown() for table in tables), *said(rows, ratios), sep="\n\n")
     if args.record:
         about = [
-            f"The embedded model, {CALIBRATION:,} calibration tokens, of which the last quarter judges, then all; other text: {HELDOUT:,} "
-            "tokens of the test split.",
+            f"The embedded model, {CALIBRATION:,} calibration tokens, of which the last quarter judges, then all; other text: "
+            f"{HELDOUT:,} tokens of the test split.",
             *said(rows, ratios),
         ]
         title = "A goal in place of a sparsity"
