@@ -38,7 +38,7 @@ TRAININGS = {
     ("TMS 40-10", "SPD"): (10_000, 8192),
     ("residual MLP", "SPD"): (1_000, 2048),
 }
-LOSSES = ["toy", "loss here", "recipe", "its loss", "ratio", "best possible"]
+LOSSES = ["toy", "loss here", "recipe", "its loss", "ratio", "regular pentagon"]
 FOUND = ["toy", "seed", "steps", "MMCS", "ML2R", "published", "pieces of a tenth", "their MMCS", "their ML2R", "lost of W"]
 CURVE = ["toy", "seed", "step", "MMCS", "ML2R", "at work in W", "at work in W^T", "stochastic error", "lost of W"]
 _ALIVE = 0.1
