@@ -177,14 +177,15 @@ class _Sums:
         self.previous = None
         self.shape, self.counted = shape, counted
 
-    def add(self, site: Site, h: Tensor) -> None:
+    def add(self, site: Site, h: Tensor) -> Float[Tensor, "counted d_in"]:
+        """Add a batch of what a site reads; returns the vectors that count (none where the site shares another's sum)."""
         h = h.detach()
         same = self._reads_as_before(site, h)
         if self.first and same is not None and site.name not in self.by_site:
             self.owner[site.name] = same
         if (owner := self.owner.get(site.name)) is not None:
             self.parted |= owner != same
-            return
+            return h.new_zeros(0, site.d_in)
         flat = _vectors(h, self.in_double)
         flat, at_first = self._that_count(site, flat)
         if site.expert is not None:  # the others are other experts' tokens
@@ -196,6 +197,7 @@ class _Sums:
         _add_product(self.by_site[site.name], flat)
         if self.share and not h.is_inference():  # inference tensors have no version
             self.previous = (site, h, h._version)
+        return flat
 
     def _reads_as_before(self, site: Site, h: Tensor) -> str | None:
         """The site whose vectors were just added, if these are the same ones and nobody has written to them since."""
@@ -340,39 +342,31 @@ def collect_pairs(
         ValueError: an activation is not finite (site named).
         UnsupportedHostError: a site that the host's forward never shows, or shows several times per token.
     """
-    sums = {site.name: [torch.zeros(site.d_in, site.d_in, dtype=torch.float64) for _ in range(2)] for site in sites}
-    at_first, first_row = {name: FirstPositions() for name in sums}, 0
-    n_routed = {site.name: 0 for site in sites if site.expert is not None}
+    sums, counted, first_row = _Sums(dtype == "float64", share=False), None, 0
+    crosses = {site.name: torch.zeros(site.d_in, site.d_in, dtype=torch.float64) for site in sites}
+    dense_inputs: dict[str, Tensor] = {}
+
+    def add(site: Site, h: Tensor) -> None:
+        g = dense_inputs.pop(site.name)
+        g = g if counted is None else g[counted.flatten().to(g.device)]
+        crosses[site.name] += (sums.add(site, h).T @ g).to(crosses[site.name])
+
     both = zip(replaced.batches(), dense.batches(), strict=True)
-    with fused_attention(replaced.host, replaced.stream.first_row()[None]):
+    with torch.no_grad(), fused_attention(replaced.host, replaced.stream.first_row()[None]):
         for (tokens, start), (_, dense_start) in _shown(both, replaced, progress):
             with as_dense():
-                dense_inputs = _inputs(dense, sites, tokens, dense_start, dtype)
-            inputs = _inputs(replaced, sites, tokens, start, dtype)
+                dense_inputs |= _inputs(dense, sites, tokens, dense_start, dtype)
             counted = replaced.stream.counted(tokens, first_row)
-            counted = None if counted is None else counted.flatten()
-            for name, (gram, cross) in sums.items():
-                h, g = inputs[name], dense_inputs[name]
-                first = torch.arange(0, len(h), tokens.shape[1])
-                if counted is not None:
-                    first = first[counted[first]]
-                at_first[name].add(h[first])
-                if counted is not None:
-                    h, g = h[counted], g[counted]
-                if name in n_routed:
-                    n_routed[name] += int(h.any(1).sum())
-                gram += (h.T @ h).to(gram)
-                cross += (h.T @ g).to(cross)
+            sums.begin(tuple(tokens.shape), counted)
+            replaced.run(tokens, start, sites, add)
             first_row += len(tokens)
-    for name, pair in sums.items():
-        for total in pair:
+    n_tokens, n_routed, shares = replaced.stream.n_counted, sums.routed_counts(), sums.first_shares()
+    first, pairs = sums.first_vectors(n_tokens, n_routed), dict[str, Pair]()
+    for name, gram in sums.by_site.items():
+        for total in (gram, crosses[name]):
             _require_finite(name, total)
-    n_tokens = replaced.stream.n_counted
-    pairs: dict[str, Pair] = {}
-    for name, (gram, cross) in sums.items():
-        n, first = max(n_routed.get(name, n_tokens), 1), at_first[name]
-        share = first.squares / max(float(gram.diagonal().sum()), 1e-300)
-        pairs[name] = Pair(gram / n, cross / n, share, first.vectors(n), n_routed.get(name))
+        n = max(n_routed.get(name, n_tokens), 1)
+        pairs[name] = Pair(gram / n, crosses[name] / n, shares[name], first[name], n_routed.get(name))
     return pairs
 
 
@@ -385,8 +379,7 @@ def _inputs(
     def keep(site: Site, h: Tensor) -> None:
         inputs[site.name] = _vectors(h, dtype == "float64").clone()
 
-    with torch.no_grad():
-        residuals.run(tokens, start, sites, keep)
+    residuals.run(tokens, start, sites, keep)
     return inputs
 
 

@@ -93,7 +93,7 @@ class Residuals:
         tokens: Int[Tensor, "_rows pos"],
         start: Start | None,
         sites: Sequence[Site],
-        use: Callable[[Site, Float[Tensor, "_rows pos _d_in"]], None],
+        use: Callable[[Site, Float[Tensor, "_rows pos _d_in"]], Any],
     ) -> None:
         """Run one of the batches for what sites read: use(site, h) of each. Raises UnsupportedHostError: a site that the
         host's forward never shows, or shows several times per token."""

@@ -11,7 +11,7 @@
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -111,23 +111,9 @@ def audit(
         }
         first = _FirstRows(next(iter(observers.values())))
         tokens_sha256 = watch(host, stream, {**observers, next(iter(observers)): first}, batch_size, progress)
-    settings = {
-        "model": str(getattr(model.cfg, "model_name", "")),
-        "units": unit_set.sizes,
-        "factors": unit_set.identities,
-        "weight_sha256": {site.name: weight_fingerprint(host, site) for site in indices if site.kind != "mlp"},
-        "tokens": stream.n_tokens,
-        "row_length": stream.row_length,
-        "version": __version__,
-        **stream.about(model),
-        **standing_hooks(model),
-        "tokens_sha256": tokens_sha256,
-        "contexts": n,
-        "contexts_per_row": per_row,
-        "before": before,
-        "after": after,
-        "documents": next(iter(observers.values())).places.documents,
-    }
+    settings = _made_of(host, stream, unit_set, indices) | {"tokens_sha256": tokens_sha256, "contexts": n}
+    settings |= {"contexts_per_row": per_row, "before": before, "after": after}
+    settings["documents"] = next(iter(observers.values())).places.documents
     names = TokenNames(model)
     return Audit(
         sites={site.name: observer.result() for site, observer in observers.items()},
@@ -141,6 +127,21 @@ def audit(
         readout=Readout(model, indices, *first.rows_and_counted(), names) if facts_of(model).reads_out else None,
         ends=Ends.of(host),
     )
+
+
+def _made_of(host: Host, stream: TokenStream, units: UnitSet, sites: Iterable[Site]) -> dict[str, Any]:
+    """Settings of an audit: model, factors and text."""
+    return {
+        "model": str(getattr(host.model.cfg, "model_name", "")),
+        "units": units.sizes,
+        "factors": units.identities,
+        "weight_sha256": {site.name: weight_fingerprint(host, site) for site in sites if site.kind != "mlp"},
+        "tokens": stream.n_tokens,
+        "row_length": stream.row_length,
+        "version": __version__,
+        **stream.about(host.model),
+        **standing_hooks(host.model),
+    }
 
 
 class _FirstRows:

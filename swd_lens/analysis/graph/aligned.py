@@ -34,7 +34,9 @@ from swd_lens.base.errors import legible
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import require_gradients, require_no_dropout
+from swd_lens.hosts.sites import Site
 from swd_lens.tasks.aligned import Aligned, aligned_prompts
+from swd_lens.tasks.split import TaskSplit
 from swd_lens.units import UnitSet, attach
 
 # What stands at the top -> its nodes: a name, and whether answers and wrong answers are in it.
@@ -105,14 +107,7 @@ def task_graph(
     means, layout, kinds = _Means(), None, None
     with torch.no_grad(), attach(model, attached):
         for i in tqdm(range(len(split)), desc="graph of each prompt", disable=not progress, leave=False):
-            # The nodes of one prompt, with its own answers at the top, and its held run.
-            right, wrong, across = split.answer_ids[i], split.distractor_ids[i], attention == "frozen"
-            run = frozen_while_attached(attached, drawn, split.tokens[i].tolist(), drawn if across else (), drawn)
-            contrasts = [
-                Contrast(right, wrong) if with_right and with_wrong else Contrast(right if with_right else wrong)
-                for _, _, with_right, with_wrong in TOPS[top]
-            ]
-            layout = layout_of(attached, drawn, run if across else run.last(), answers=contrasts, static=False)
+            layout = _of_prompt(attached, drawn, split, i, top, across=attention == "frozen")
             weight, kinds = weights(layout)
             means.add(layout, weight)
     assert layout is not None and kinds is not None
@@ -131,6 +126,19 @@ def task_graph(
     rows = nodes_of(model, layout, aligned.typical, scores, labels or {}, attached.heads)
     nodes = _named(rows, aligned.roles, settings, means)
     return pruned(nodes, means.weight, kinds, settings, means.contribution, means.varies)
+
+
+def _of_prompt(
+    attached: UnitSet, drawn: Mapping[Site, Sequence[int]], split: TaskSplit, i: int, top: str, *, across: bool
+) -> Layout:
+    """The nodes of one prompt, with its own answers at the top, and its held run."""
+    run = frozen_while_attached(attached, drawn, split.tokens[i].tolist(), drawn if across else (), drawn)
+    right, wrong = split.answer_ids[i], split.distractor_ids[i]
+    contrasts = [
+        Contrast(right, wrong) if with_right and with_wrong else Contrast(right if with_right else wrong)
+        for _, _, with_right, with_wrong in TOPS[top]
+    ]
+    return layout_of(attached, drawn, run if across else run.last(), answers=contrasts, static=False)
 
 
 def _named(nodes: pd.DataFrame, roles: Sequence[str], settings: Mapping[str, Any], means: "_Means") -> pd.DataFrame:

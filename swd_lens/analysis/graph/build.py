@@ -90,12 +90,7 @@ def unit_graph(
         TypeError: units of a coder, which have no read and write vectors.
         UnsupportedHostError: see `swd_lens.analysis.graph.frozen.freeze`; AttachError: see `swd_lens.attach`.
     """
-    one_of("attention", attention, ("none", "frozen"))
-    one_of("normalize", normalize, ("none", "cosine"))
-    if prompt is None and attention == "frozen":
-        raise ValueError("attention='frozen' holds the attention patterns of a prompt: give one, prompt='...'")
-    if prompt is not None and normalize != "none":
-        raise ValueError("with a prompt weights are contributions per unit of z; normalize='cosine' is for graphs without one")
+    _require_fitting(prompt, tokens, attention, normalize)
     kept = kept_edges(keep, per_node, min_weight, isolated)
     attached = UnitSet.of(model, factors)
     drawn, scores = drawn_units(attached, units, targets)
@@ -117,6 +112,16 @@ def unit_graph(
         "task": None if scores is None else scores.settings.get("task"),
     }
     return pruned(nodes_of(model, layout, ids, scores, labels or {}, attached.heads), weight, kinds, settings)
+
+
+def _require_fitting(prompt: Any, tokens: Any, attention: str, normalize: str) -> None:
+    """Raises ValueError where settings are unknown or exclude each other."""
+    one_of("attention", attention, ("none", "frozen"))
+    one_of("normalize", normalize, ("none", "cosine"))
+    if prompt is None and attention == "frozen":
+        raise ValueError("attention='frozen' holds the attention patterns of a prompt: give one, prompt='...'")
+    if prompt is not None and normalize != "none":
+        raise ValueError("with a prompt weights are contributions per unit of z; normalize='cosine' is for graphs without one")
 
 
 def kept_edges(keep: int | None, per_node: int | None, min_weight: float | int, isolated: bool) -> dict[str, Any]:
