@@ -291,7 +291,7 @@ def most(n_draws):
 
 @pytest.mark.parametrize(
     ("n_controls", "n"),
-    [(1, 150), (3, 50), pytest.param(3, 400, marks=pytest.mark.slow), pytest.param(8, 400, marks=pytest.mark.slow)],
+    [(1, 150), (3, 50), pytest.param(3, 150, marks=pytest.mark.slow), pytest.param(8, 150, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("shared", [0.0, 0.9])
 def test_exchangeable_methods_are_seldom_said_to_differ(n_controls, n, shared):
