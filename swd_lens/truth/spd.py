@@ -124,7 +124,8 @@ class _Run:
 
     def __init__(self, weight: Tensor, bias: Tensor, spec: VpdSpec):
         self.weight, self.bias, self.spec = weight, bias, spec
-        self.parts = [Vpd(*weight.shape, spec), Vpd(*weight.T.shape, spec)]
+        (n_in, n_out) = weight.shape
+        self.parts = [Vpd(n_in, n_out, spec), Vpd(n_out, n_in, spec)]
         generator = torch.Generator().manual_seed(spec.seed)
         for part in self.parts:
             part.draw(generator)
