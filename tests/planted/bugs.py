@@ -129,8 +129,8 @@ BUGS = [
     # factorization
     Bug(
         "factorization/grams.py",
-        "Pair(gram / n, cross / n,",
-        "Pair(gram / n, cross,",
+        "Pair(gram / n, crosses[name] / n,",
+        "Pair(gram / n, crosses[name],",
         "factorization/test_grams_corrected.py factorization/test_grams.py",
     ),
     Bug(
