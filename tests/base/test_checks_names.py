@@ -29,7 +29,7 @@ def test_names_are_whole_and_differ_by_more_than_capitals():
 
 
 def test_the_list_has_what_every_room_looks_for():
-    names = {FOLDER, CALL, checkpoint._SHARDS, goal._FILE, goal._TRIALS, made.SOURCE, best.FILE}
+    names = {FOLDER, CALL, checkpoint._SHARDS, goal._TRIALS, made.SOURCE, best.FILE, best.CANDIDATES, best.REFINED}
     names |= {replacement.FACTORS, replacement.FINETUNED, replacement.NUMBERS}
     names |= {replacement.SAMPLES, run_file.NAME, result.RESULT, folder.RUN, folder.LOG, folder.CHECKPOINT}
     names |= {sparse_training.MODEL, units.INDEX, units._WEIGHTS, index.INDEX, paper.PAGE}
