@@ -46,15 +46,8 @@ OURS = frozenset(
         *("factors", "parts", "finetune", "trials", "shards", "weights", "model", "features", "screen", "candidates"),  # folders
         *("run.json", "factors.json", "units.json", "best.json", "call.json", "result.json"),
         *("replacement.json", "graph-metadata.json", "source.json", "config.json"),
-        *(
-            "log.jsonl",
-            "checkpoint.safetensors",
-            "circuit.safetensors",
-            "refined.safetensors",
-            "samples.txt",
-            "report.html",
-            "paper.html",
-        ),
+        *("log.jsonl", "checkpoint.safetensors", "circuit.safetensors", "refined.safetensors"),
+        *("samples.txt", "report.html", "paper.html"),
         "index.html",
     }
 )
