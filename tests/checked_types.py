@@ -4,7 +4,7 @@ jaxtyping's import hook (pyproject.toml) puts `jaxtyping.jaxtyped` on every func
 signature and has beartype check them twice, before the call and beside the result, so that its messages can say which of the two
 was wrong; it generates code for every function when its module is imported, and for a function within a function each time that
 one is made. Here the same checks are made once per call, and code is generated once per function, at its first call. An array
-that fits is seen to fit in a fifth of the time that jaxtyping takes; what does not fit, or has other axes than plain ones, is
+that fits is seen to fit in two fifths of the time that jaxtyping takes; what does not fit, or has other axes than plain ones, is
 jaxtyping's to judge.
 Generators keep jaxtyping's wrapper, since beartype alone checks their arguments only when they first run.
 

@@ -234,7 +234,7 @@ def _agreeing(
             agrees = verified(partial(run, tried, alone), expected, within=most)
         best = tried if agrees else best
     shorter = [tokens for tokens in split.tokens if 1 < len(tokens) < length]
-    if best.shares and shorter and _can_join(host, tokens):
+    if best.shares and shorter and host.freeze_prefix(tokens[:1]) is not None:
         # Together with a few of the shortest prompts.
         least = min(len(each) for each in shorter)
         few = torch.stack([each for each in shorter if len(each) == least][:_CHECKED_PROMPTS])
@@ -255,12 +255,6 @@ def _can_share(host: Host) -> bool:
     undo = Undo()
     with undo, undo:
         return host.share_prefix(undo.push)
-
-
-def _can_join(host: Host, tokens: Int[Tensor, "batch pos"]) -> bool:
-    """Whether kept prefixes of several lengths can be joined."""
-    prefix = host.freeze_prefix(tokens[:1])
-    return prefix is not None and host.join_prefixes([prefix, prefix]) is not None
 
 
 def _steps(

@@ -296,10 +296,10 @@ class GoalSearch:
         share = fitted.n_predictions / (judged.n_predictions + fitted.n_predictions)
         ses = [(1 - share) * (_se(judged.kl_rows) or 0.0), share * flattered * (_se(fitted.kl_rows) or 0.0)]
         ce_ses = [(1 - share) * (judged.ce_delta_se or 0.0), share * (fitted.ce_delta_se or 0.0)]
-        found = {"KL": (1 - share) * judged.kl + share * flattered * fitted.kl, "KL se": math.hypot(*ses)}
-        found |= {"CE delta": (1 - share) * judged.ce_delta + share * fitted.ce_delta, "CE delta se": math.hypot(*ce_ses)}
-        found["excess"] = self.goal.excess(found)
-        return found | {f"{name} judged": row[name] for name in ("KL", "CE delta", "excess")}
+        measured = {"KL": (1 - share) * judged.kl + share * flattered * fitted.kl, "KL se": math.hypot(*ses)}
+        measured |= {"CE delta": (1 - share) * judged.ce_delta + share * fitted.ce_delta, "CE delta se": math.hypot(*ce_ses)}
+        measured["excess"] = self.goal.excess(measured)
+        return measured | {f"{name} judged": row[name] for name in ("KL", "CE delta", "excess")}
 
     def _trial(self, path: str, s: float) -> tuple[dict[str, Any] | None, FactorSet | None]:
         """Make and measure factors of a path at a sparsity, now or earlier; None where they have too few edges to be made."""

@@ -244,8 +244,8 @@ class Host(Protocol):
         ...
 
     def join_prefixes(self, prefixes: Sequence[Any]) -> Any:
-        """One prefix for the rows of several, which keep the same layers and may have other lengths; None where this host
-        cannot."""
+        """One prefix for the rows of several, which keep the same layers and may have other lengths; None of a host that shares
+        none."""
         ...
 
     def guard(self, reason: str, register: Register) -> None:

@@ -239,10 +239,9 @@ def best_circuit(
     folder, how = None if out is None else Path(out), {"sites": sites, "kl": kl, "recovered": recovered, "seed": seed}
     with nullcontext() if folder is None else writing(folder, "best_circuit"):
         steps = StepCache(folder, {} if folder is None else _asked(model, task, calibration, heldout, how), overwrite=overwrite)
-        if folder is not None and not overwrite and (folder / FILE).is_file():
-            finished = BestCircuit.load(folder)
-            if finished.settings["minutes"] == minutes:
-                return finished
+        end = ("finished", f"{minutes:g} minutes")  # best.json alone may be of a search that was overwritten since
+        if folder is not None and end in steps and (earlier := _saved(folder, minutes)) is not None:
+            return earlier
         n_few = max(1, JUDGED // heldout.row_length)
         few = split_rows(heldout, n_few)[0] if n_few < heldout.n_rows else heldout
         search = _Search(model, task, calibration, few, kl, Threshold("recovered", recovered), minutes, began, steps)
@@ -256,10 +255,17 @@ def best_circuit(
             # 3. Rounds, in which the cheaper half goes on to more prompts.
             winner = search.cheapest(candidates)
         # 4. The winner's circuit on test prompts, and its replacement on all of the held-out text.
-        found = search.judged(winner, heldout, {**how, "minutes": minutes, "sites": names}, seed, progress)
+        best = search.judged(winner, heldout, {**how, "minutes": minutes, "sites": names}, seed, progress)
         if folder is not None:
-            found.save(folder)
-        return found
+            best.save(folder)
+            steps.values(end, dict, dict)
+        return best
+
+
+def _saved(folder: Path, minutes: float) -> BestCircuit | None:
+    """The result in a folder, where it is of a call with so many minutes."""
+    held = BestCircuit.load(folder) if (folder / FILE).is_file() else None
+    return held if held is not None and held.settings["minutes"] == minutes else None
 
 
 def _asked(model: Any, task: Task, text: CalibrationText, heldout: TokenStream, how: Mapping[str, Any]) -> dict[str, Any]:
@@ -526,17 +532,17 @@ class _Search:
             self.not_tried.append("refining")
             units = UnitSet.of(self.model, winner.factors)
             return Circuit.of(units, scores, scores.ranking()[:length], kind="prefix")
-        found: list[Circuit] = []
+        refined: list[Circuit] = []
 
         def work() -> dict[str, Any]:
             how = {"recovered": self.threshold.value, "seconds": left, "progress": progress}
-            found.append(refine(self.model, winner.factors, self.task, scores, **how).refined)
+            refined.append(refine(self.model, winner.factors, self.task, scores, **how).refined)
             if file is not None:
-                found[0].save(file)
+                refined[0].save(file)
             return {}
 
         self._step(key, work)
-        return found[0] if file is None else Circuit.load(file)
+        return refined[0] if file is None else Circuit.load(file)
 
     def _row(self, candidate: _Candidate) -> dict[str, Any]:
         f, row = candidate.fidelity, candidate.row

@@ -149,8 +149,8 @@ NOTES = [
     "Cells of SWD, quick, deep, twice the units and sparse reads were measured again with a product's "
     "patience (before it best had .95 on the compiled host and .72 at noise .1), but for both rotated cases, whose rows are "
     "dense, and where units are told wrongly, those of the last two. Other methods do not see that change.",
-    "Left out for time: the transcoder and VPD on compiled hosts, VPD on TMS 40-10 (unfinished, see Published anchors), further "
-    "methods where the table has few. The machine was shared by a dozen processes.",
+    "Left out for time: the transcoder and VPD on compiled hosts, VPD on TMS 40-10 (trained alone, see Published anchors), "
+    "further methods where the table has few. The machine was shared by a dozen processes.",
 ]
 
 

@@ -166,6 +166,18 @@ def test_an_interrupted_search_goes_on_where_it_was(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_what_was_overwritten_is_no_answer(tmp_path, monkeypatch):
+    """A search that is interrupted after overwrite=True goes on as itself, not as the one whose best.json still lies there."""
+    how = {"minutes": 1e-9, "out": tmp_path}
+    best_again(**how)
+    with monkeypatch.context() as patch:
+        patch.setattr("swd_lens.study.best.evaluate", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            best_again(kl=0.01, overwrite=True, **how)
+    assert best_again(kl=0.01, **how).settings["kl"] == 0.01
+
+
+@pytest.mark.slow
 def test_with_more_time_it_looks_further(tmp_path):
     short = best_again(minutes=1e-9, out=tmp_path)
     assert short.settings["not tried"]
