@@ -9,6 +9,7 @@ from swd_lens.analysis.edit.localization import EditLocalization, localize
 from swd_lens.tasks.task import Task
 from tests.contract import swd_zero_data
 from tests.micro import random_split, split_of, toy_model
+from tests.refusals import refuses
 
 
 def by_hand(random=((0.0, 0.0), (0.3, 0.0), (0.1, 0.1))) -> EditLocalization:
@@ -29,9 +30,8 @@ def test_selectivity_and_p_by_hand(tmp_path):
     assert found.p == pytest.approx({"a": 1 / 4, "b": 1 / 4})
     assert by_hand(random=((0.9, 0.1), (0.0, 0.5))).p == pytest.approx({"a": 2 / 3, "b": 2 / 3})
     table = found.table().set_index("task")
-    assert table.loc["a", ["drop", "share", "share of others", "random selectivity"]].tolist() == pytest.approx(
-        [1.6, 0.8, 0.1, 0.1]
-    )
+    of_a = table.loc["a", ["drop", "share", "share of others", "random selectivity"]]
+    assert of_a.tolist() == pytest.approx([1.6, 0.8, 0.1, 0.1])
     found.save(tmp_path / "edits.json")
     again = EditLocalization.load(tmp_path / "edits.json")
     pd.testing.assert_frame_equal(again.table(), found.table())
@@ -88,16 +88,9 @@ def test_random_units_of_ones_own_have_uniform_p():
 def test_what_it_refuses():
     model = toy_model()
     factors, tasks = swd_zero_data(model, "mlp_out"), carried_tasks(toy_model())
-    with pytest.raises(ValueError, match="two tasks or more, got 1"):
-        localize(model, factors, tasks[:1])
-    with pytest.raises(ValueError, match="units= names other"):
-        localize(model, factors, tasks, units={"other": "blocks.0.mlp_out/0"})
-    with pytest.raises(ValueError, match="random must be"):
-        localize(model, factors, tasks, random=0)
-    undone = tasks[0]
-    wrong = split_of(
-        [tasks[0].test.tokens[0].tolist()], [[tasks[0].test.distractor_ids[0][0]]], [[tasks[0].test.answer_ids[0][0]]], 20, "test"
-    )
-    undone = Task("undone", undone.train, undone.validation, wrong, "x", False)
-    with pytest.raises(ValueError, match="does not do the task"):
-        localize(model, factors, [tasks[0], undone], random=3)
+    refuses(ValueError, "two tasks or more, got 1", localize, model, factors, tasks[:1])
+    refuses(ValueError, "units= names other", localize, model, factors, tasks, units={"other": "blocks.0.mlp_out/0"})
+    done = tasks[0].test
+    wrong = split_of([done.tokens[0].tolist()], [[done.distractor_ids[0][0]]], [[done.answer_ids[0][0]]], 20, "test")
+    undone = Task("undone", tasks[0].train, tasks[0].validation, wrong, "x", False)
+    refuses(ValueError, "does not do the task", localize, model, factors, [tasks[0], undone], random=3)
