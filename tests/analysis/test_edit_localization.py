@@ -53,10 +53,15 @@ def carried_tasks(model) -> list[Task]:
     return tasks
 
 
-def test_drops_are_those_of_evaluate_circuits_and_the_host_is_left_alone():
+@pytest.fixture(scope="module")
+def carried():
+    """The toy host, factors of its mlp_out, and the tasks."""
     model = toy_model()
-    factors = swd_zero_data(model, "mlp_out")
-    tasks = carried_tasks(model)
+    return model, swd_zero_data(model, "mlp_out"), carried_tasks(model)
+
+
+def test_drops_are_those_of_evaluate_circuits_and_the_host_is_left_alone(carried):
+    model, factors, tasks = carried
     before = {name: p.clone() for name, p in model.named_parameters()}
     found = localize(model, factors, tasks, units=2, random=5)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -71,11 +76,9 @@ def test_drops_are_those_of_evaluate_circuits_and_the_host_is_left_alone():
 
 
 @pytest.mark.slow
-def test_random_units_of_ones_own_have_uniform_p():
+def test_random_units_of_ones_own_have_uniform_p(carried):
     """Units drawn as the random ones are: over draws p is at most .2 in about a fifth of cases, at most .5 in half."""
-    model = toy_model()
-    factors = swd_zero_data(model, "mlp_out")
-    tasks = carried_tasks(model)
+    model, factors, tasks = carried
     generator = torch.Generator().manual_seed(0)
     p = []
     for seed in range(16):
@@ -85,9 +88,8 @@ def test_random_units_of_ones_own_have_uniform_p():
     assert 0.05 < sum(value <= 0.2 for value in p) / len(p) < 0.4 and 0.3 < sum(value <= 0.5 for value in p) / len(p) < 0.7
 
 
-def test_what_it_refuses():
-    model = toy_model()
-    factors, tasks = swd_zero_data(model, "mlp_out"), carried_tasks(toy_model())
+def test_what_it_refuses(carried):
+    model, factors, tasks = carried
     refuses(ValueError, "two tasks or more, got 1", localize, model, factors, tasks[:1])
     refuses(ValueError, "units= names other", localize, model, factors, tasks, units={"other": "blocks.0.mlp_out/0"})
     done = tasks[0].test

@@ -74,7 +74,7 @@ def test_edges_and_rest_add_up_to_the_mean_margin(name):
     model = HOSTS[name]()
     factors = random_factors(model, *APART)
     task = task_of_ids(model)
-    split = aligned_prompts(model, task).split
+    split, into = aligned_prompts(model, task).split, {}
     for top in ("margin", "answers"):
         graph = task_graph(model, factors, all_units(factors), task, top=top, keep=None, isolated=True)
         with torch.no_grad(), attach(model, factors):
@@ -90,15 +90,10 @@ def test_edges_and_rest_add_up_to_the_mean_margin(name):
         for node in names:
             expected = float(margin[node].mean())
             assert nodes.loc[node, "activation"] == pytest.approx(expected, abs=1e-5 * float(logits.abs().max()))
-            into = graph.edges[graph.edges["target"] == node]["contribution"].sum()
-            assert into + nodes.loc[node, "rest"] == pytest.approx(nodes.loc[node, "activation"], abs=1e-4)
+            edges = graph.edges[graph.edges["target"] == node]
+            total, into[node] = edges["contribution"].sum(), edges.set_index("source")["weight"]
+            assert total + nodes.loc[node, "rest"] == pytest.approx(nodes.loc[node, "activation"], abs=1e-4)
     # Of a pair of names the margin's edges are the difference of the answers' edges.
-    both = {t: task_graph(model, factors, all_units(factors), task, top=t, keep=None).edges for t in ("margin", "answers")}
-    into = {
-        name: edges[edges["target"] == name].set_index("source")["weight"]
-        for edges in both.values()
-        for name in set(edges["target"])
-    }
     difference = into["answer"] - into["wrong answer"]
     assert (difference - into["margin"]).abs().max() < 1e-5 * difference.abs().max()
 

@@ -16,9 +16,17 @@ from swd_lens.study.best import BY_HEAD, FIRST, BestCircuit, _between, _part
 from swd_lens.tasks.streams import as_stream
 from swd_lens.units.factors import FactorSet
 
-pytestmark = pytest.mark.usefixtures("few_alternations")
+pytestmark = pytest.mark.usefixtures("few_alternations", "few_steps")
 EXACT = ["neurons", "SVD", "SVD whitened", BY_HEAD.title]
 SITE, TASK = "blocks.2.attn_o", "gendered_pronoun"
+
+
+@pytest.fixture(scope="module")
+def few_steps():
+    """Of each path two sparsities, where a search takes up to seven; how near to the goal it ends is a matter of goal.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("swd_lens.study.best.STEPS", 2)
+        yield
 
 
 @cache
