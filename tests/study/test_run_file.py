@@ -89,7 +89,7 @@ def test_surfaces_whose_folders_would_be_one(run: Run, tmp_path: Path) -> None:
         (lambda values: values.pop("circuits"), "is not a run, or damaged .*circuits"),
         (lambda values: values["fidelity"][0].update(edges=1), "of other factors than those in"),
         (lambda values: values["units"][0].update(new=1), "is not a run, or damaged"),
-        (lambda values: values["extras"].append({"title": "t"}), "is not a run, or damaged"),
+        (lambda values: values["extras"].append({}), "is not a run, or damaged"),
         (lambda values: values["units"][0]["contexts"][0].update(peak=99), "is not a run, or damaged .*its peak at 99"),
         (lambda values: values["units"][0]["contexts"][0]["z"].pop(), "is not a run, or damaged .*5 tokens has 4 z"),
         (lambda values: values["circuits"][0]["rows"][0].pop("edges"), r"run\.json is not a run, or damaged"),
