@@ -3,6 +3,7 @@
 import pytest
 
 from swd_lens.analysis.audit import audit
+from swd_lens.train.baselines import svd
 from tests.analysis.audit_models import lettered, made_scores, sparse_factors
 from tests.micro import random_tokens
 
@@ -15,6 +16,12 @@ def model():
 @pytest.fixture(scope="module")
 def factors(model):
     return sparse_factors(model, "*_o*")  # attn_o and mlp_out
+
+
+@pytest.fixture(scope="module")
+def exact(model):
+    """Factors that are W itself, which edits are made with."""
+    return svd(model, ["mlp_out", "attn_o"])
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,6 @@
 3. `opened` serves that and an exported folder with the wheel's own server, in a process of its own, and lets judge.js look.
 """
 
-import html
-import json
 import os
 import re
 import shutil
@@ -19,9 +17,12 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from tests.chromium import CHROMIUM
+from tests.report.gallery import RECORDER, found_by, run_chromium
+
+LOOPBACK = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 FOLDER = Path(os.environ.get("SWD_LENS_FRONTENDS", Path(__file__).resolve().parents[3] / "frontends"))
 WHEEL, NPM = FOLDER / "circuit_tracer", FOLDER / "node_modules"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 # What the page loads from elsewhere -> npm's copies; none: not needed to look at a graph.
 SCRIPTS = {
     "hotserver-client-ws.js": (),
@@ -33,11 +34,6 @@ SCRIPTS = {
     "pako.min.js": ("pako/dist/pako.min.js",),
 }
 PACKAGES = ("d3@7.9.0", "d3-collection@1.0.7", "d3-jetpack@2.2.1", "dagre@0.8.5", "pako@2.1.0")
-RECORDER = """<script>window.complaints = [];
-addEventListener("error", e => complaints.push("error: " + (e.message || e.target.outerHTML)), true);
-addEventListener("unhandledrejection", e => complaints.push("rejected: " + (e.reason && e.reason.stack || e.reason)));
-for (const level of ["error", "warn"]) console[level] = (...said) => complaints.push(level + ": " + said.join(" "));
-</script>"""
 # The page has a jetpack of its own, newer than npm's: what that one lacks.
 ADAPTER = """<script>{
 const conventions = d3.conventions;
@@ -108,22 +104,13 @@ def opened(export: Path, query: str, folder: Path, picture: Path | None = None) 
             address = f"http://127.0.0.1:{int(server.stdout.readline())}"
             if picture is not None:
                 options = [f"--screenshot={picture}", "--window-size=1500,1000", "--virtual-time-budget=8000"]
-                _chromium(folder, options, f"{address}/index.html?{query}")
+                run_chromium(folder / "profile", [*options, LOOPBACK], f"{address}/index.html?{query}")
             options = ["--dump-dom", "--window-size=1600,1200", "--virtual-time-budget=60000"]
-            done = _chromium(folder, options, f"{address}/judge.html?{query}")
+            done = run_chromium(folder / "profile", [*options, LOOPBACK], f"{address}/judge.html?{query}")
         finally:
             server.terminate()
-    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, flags=re.DOTALL)
-    assert found, done.stderr[-3000:]
     shouted = [line for line in done.stderr.splitlines() if "CONSOLE" in line and re.search("Uncaught|Failed", line)]
-    return {**json.loads(html.unescape(found[1])), "shouted": shouted}
-
-
-def _chromium(folder: Path, options: list[str], address: str) -> subprocess.CompletedProcess[str]:
-    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--enable-logging=stderr"]
-    quiet += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    quiet += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={folder / 'profile'}"]
-    return subprocess.run([CHROMIUM or "", *quiet, *options, address], capture_output=True, text=True, timeout=150, check=True)
+    return {**found_by(done), "shouted": shouted}
 
 
 def _fetch() -> None:

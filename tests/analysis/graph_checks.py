@@ -9,12 +9,13 @@ import torch
 import swd_lens as swd
 from swd_lens.analysis.graph import UnitGraph, unit_graph
 from swd_lens.hosts import host_of
-from swd_lens.hosts.sites import Site
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
 
 TOKENS = [3, 7, 1, 12, 5]
 ALL = ("attn_q", "attn_v", "attn_o", "mlp_in", "mlp_out")
+APART = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_in", "mlp_out")
+FROZEN = {"prompt": TOKENS, "attention": "frozen", "keep": None}
 PROMPTS = ({}, {"prompt": TOKENS}, {"prompt": TOKENS, "attention": "frozen"}, {"prompt": TOKENS[:1]})
 
 
@@ -113,14 +114,6 @@ def check_edges(model: Any, factors: dict[str, Factors], graph: Any, source: tup
     return count
 
 
-def sites_by_name(model: Any) -> dict[str, Site]:
-    host = host_of(model)
-    return {site.name: site for site in (*host.sites(), *host.alternatives())}
-
-
-APART = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_in", "mlp_out")
-
-
 HOSTS = {
     "LN": {},
     "LN folded": {"normalization_type": "LNPre"},
@@ -186,13 +179,18 @@ def set_hooks(node: str, strength: float, z: float, factors: Any) -> list[Any]:
     return swd.unit_hooks({unit: ("clamp", strength * z)}, factors, positions=int(position))
 
 
-def toy_graph(kinds: tuple[str, ...] = ALL, *, units: Any = None, **settings: Any) -> UnitGraph:
-    """A graph of the toy model, of all units of random factors of these kinds."""
+def drawn(kinds: tuple[str, ...] = APART, host: str = "LN", *, units: Any = None, **settings: Any) -> tuple[Any, Any, UnitGraph]:
+    """One of HOSTS, random factors of these kinds, and a graph of all of their units."""
     from tests.micro import toy_model  # a HookedTransformer, which transformer_lens 4 does not have
 
-    model = toy_model()
+    model = toy_model(**HOSTS[host])
     factors = random_factors(model, *kinds)
-    return unit_graph(model, factors, all_units(factors) if units is None else units, **settings)
+    return model, factors, unit_graph(model, factors, all_units(factors) if units is None else units, **settings)
+
+
+def toy_graph(kinds: tuple[str, ...] = ALL, **settings: Any) -> UnitGraph:
+    """A graph of the toy model, of all units of random factors of these kinds."""
+    return drawn(kinds, **settings)[2]
 
 
 def exported_json(graph: UnitGraph, folder: Path, **how: Any) -> dict[str, Any]:

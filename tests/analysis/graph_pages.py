@@ -7,12 +7,10 @@ from typing import Any
 
 import pandas as pd
 
-from swd_lens.analysis.graph import unit_graph
 from swd_lens.analysis.graph.data import EDGES, NODES, table
 from swd_lens.analysis.graph.result import UnitGraph
 from swd_lens.analysis.graph.viewer.page import GraphPage
-from tests.analysis.graph_checks import TOKENS, all_units, random_factors
-from tests.micro import toy_model
+from tests.analysis.graph_checks import FROZEN, drawn
 
 POSITIONS, LAYERS = 15, 30
 
@@ -61,22 +59,10 @@ def large_graph(n_units: int = 380, n_edges: int = 4_000) -> UnitGraph:
         row["rest"] = 0.0 if row["kind"] == "token" else row["activation"] - into.get(row["node"], 0.0)
         row["influence"] = generator.random() ** 4
     frame = table(edges, EDGES).sort_values("strength", ascending=False, ignore_index=True)
-    return UnitGraph(table(rows, NODES), frame, settings(len(edges)))
-
-
-def settings(edges_possible: int) -> dict[str, Any]:
     words = [f" word{p}" for p in range(POSITIONS)]
-    return {
-        "model": "made up",
-        "n_layers": LAYERS,
-        "prompt": "".join(words),
-        "tokens": words,
-        "token_ids": list(range(POSITIONS)),
-        "attention": "frozen",
-        "answers": list(range(5)),
-        "factors": {},
-        "edges_possible": edges_possible,
-    }
+    settings = {"model": "made up", "n_layers": LAYERS, "prompt": "".join(words), "tokens": words, "attention": "frozen"}
+    settings |= {"token_ids": list(range(POSITIONS)), "answers": list(range(5)), "factors": {}, "edges_possible": len(edges)}
+    return UnitGraph(table(rows, NODES), frame, settings)
 
 
 class Paths:
@@ -104,9 +90,6 @@ class Paths:
         )
 
 
-__all__ = ["LAYERS", "POSITIONS", "TOKENS", "Paths", "large_graph", "settings"]
-
-
 def page_data(page: GraphPage) -> Any:
     """The data that a page carries."""
     found = re.search(r'<script id="data" type="application/json">(.*?)</script>', page.html, flags=re.DOTALL)
@@ -116,10 +99,4 @@ def page_data(page: GraphPage) -> Any:
 
 def small_graph() -> tuple[Any, Any, Any]:
     """A toy model, random factors, and the graph of all of their units on one prompt."""
-    model = toy_model()
-    factors = random_factors(model, "attn_v", "attn_o", "mlp_in", "mlp_out")
-    return (
-        model,
-        factors,
-        unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", answers=3, keep=None, isolated=True),
-    )
+    return drawn(("attn_v", "attn_o", "mlp_in", "mlp_out"), answers=3, isolated=True, **FROZEN)

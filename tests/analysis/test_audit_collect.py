@@ -12,6 +12,7 @@ from swd_lens.analysis.audit.statistics import Statistics
 from swd_lens.hosts import host_of
 from tests.analysis.audit_models import made_scores, sparse_factors
 from tests.micro import random_tokens, toy_model
+from tests.refusals import refuses
 
 
 @pytest.fixture(scope="module")
@@ -87,26 +88,19 @@ def test_single_units_and_patterns(model, factors):
         one, same = part.unit(unit), whole.unit(unit)
         assert one.contexts == same.contexts and dict(one.coactive) == pytest.approx(dict(same.coactive))
         assert (one.similar, one.mean, one.density) == (same.similar, same.mean, same.density)
-    with pytest.raises(KeyError, match="was not audited"):
-        part.unit("blocks.0.mlp_out/6")
+    refuses(KeyError, "was not audited", part.unit, "blocks.0.mlp_out/6")
 
 
-def test_units_that_are_not_there(model, factors):
+def test_units_that_are_not_there_and_scores_of_other_factors(model, factors):
     tokens = random_tokens(3, 8)
     with pytest.raises(ValueError, match=r"has 12 units, counted from 0"):
         audit(model, factors, tokens, units="blocks.0.mlp_out/12", progress=False)
-    with pytest.raises(swd.UnknownSiteError, match="no site matches"):
-        audit(model, factors, tokens, units=["attn_o"], progress=False)
-    with pytest.raises(ValueError, match="no unit was named"):
-        audit(model, factors, tokens, units=[], progress=False)
-    with pytest.raises(ValueError, match="n must be 1 or more"):
-        audit(model, factors, tokens, n=0, progress=False)
-
-
-def test_scores_of_other_factors_are_refused(model, factors):
+    refuses(swd.UnknownSiteError, "no site matches", audit, model, factors, tokens, units=["attn_o"], progress=False)
+    refuses(ValueError, "no unit was named", audit, model, factors, tokens, units=[], progress=False)
+    refuses(ValueError, "n must be 1 or more", audit, model, factors, tokens, n=0, progress=False)
     scores = made_scores(sparse_factors(model, "mlp_out", seed=1))
     with pytest.raises(ValueError, match="scores of a task was made with other factors"):
-        audit(model, factors, random_tokens(3, 8), scores=scores, progress=False)
+        audit(model, factors, tokens, scores=scores, progress=False)
 
 
 def test_units_that_no_hook_sees_are_an_error(model, monkeypatch):
@@ -123,5 +117,4 @@ def test_a_z_that_is_not_finite_is_an_error():
     with torch.no_grad():
         model.W_E[3] = float("inf")
     tokens = torch.tensor([[1, 2, 4], [1, 3, 4]])
-    with pytest.raises(ValueError, match=r"z of blocks\.0\.mlp_out/0 is not finite"):
-        audit(model, factors, tokens, progress=False)
+    refuses(ValueError, r"z of blocks\.0\.mlp_out/0 is not finite", audit, model, factors, tokens, progress=False)

@@ -18,10 +18,8 @@ def factors(model):
 
 def brute_force(z, tokens, unit, n, before, after):
     """(tokens, z, peak) of the n rows of largest |z|, from activations of the whole text."""
-    best, position = z[:, :, unit].abs().max(1)
     found = []
-    for row in best.sort(descending=True, stable=True).indices[:n].tolist():
-        pos = int(position[row])
+    for row, pos in by_hand(tokens, z[:, :, unit, None], n, 1, ())[0]:
         start, stop = max(0, pos - before), min(tokens.shape[1], pos + after + 1)
         letters = tuple(chr(ord("a") + token) for token in tokens[row, start:stop].tolist())
         found.append((letters, pytest.approx(z[row, start:stop, unit].tolist(), abs=1e-5), pos - start))
@@ -42,27 +40,21 @@ def test_the_top_contexts_are_the_largest_z_of_each_row(model):
         assert as_tuples(found[site, unit]) == brute_force(z[site], tokens, unit, 4, 2, 1)
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, None])
-def test_all_units_of_all_sites_at_once_equal_a_search_over_every_position(model, factors, batch_size):
-    tokens = random_tokens(23, 9, seed=3)
-    found = audit(model, factors, tokens, n=5, before=3, after=2, batch_size=batch_size, progress=False)
+@pytest.mark.parametrize(("rows", "pos", "n", "window", "batch_size"), [(23, 9, 5, 3, 4), (2, 3, 20, 30, None)])
+def test_all_units_of_all_sites_at_once_equal_a_search_over_every_position(model, factors, rows, pos, n, window, batch_size):
+    """Also where there are fewer rows than contexts, and windows are wider than rows."""
+    tokens = random_tokens(rows, pos, seed=3)
+    how = {"n": n, "before": window, "after": window, "per_row": 1, "batch_size": batch_size}
+    found = audit(model, factors, tokens, **how, progress=False)
     z = activations(model, factors, tokens)
-    assert len(found) == 24 and found.n_tokens == 23 * 9
+    assert len(found) == 24 and found.n_tokens == rows * pos
     for profile in found.profiles():
-        expected = brute_force(z[profile.site], tokens, profile.index, 5, 3, 2)
+        expected = brute_force(z[profile.site], tokens, profile.index, n, window, window)
         dead = profile.index == 11  # never fires: no context is better than another
         assert as_tuples(profile.contexts) == ([] if dead else expected)
 
 
-def test_fewer_rows_than_contexts_and_windows_wider_than_rows(model, factors):
-    tokens = random_tokens(2, 3)
-    found = audit(model, factors, tokens, n=20, before=30, after=30, per_row=1, progress=False)
-    z = activations(model, factors, tokens)["blocks.1.mlp_out"]
-    contexts = found.unit("blocks.1.mlp_out/4").contexts
-    assert as_tuples(contexts) == brute_force(z, tokens, 4, 2, 30, 30) and len(contexts[0].tokens) == 3
-
-
-@pytest.mark.parametrize(("per_row", "batch_size"), [(None, 2), (None, 3), (2, 1), (4, None)])
+@pytest.mark.parametrize(("per_row", "batch_size"), [(None, 2), (2, 1), (4, None)])
 def test_a_text_of_few_rows_fills_the_list_from_each(model, factors, per_row, batch_size):
     # The paper's dashboard is 2,048 tokens, 20 contexts per unit: two rows of 1,024.
     tokens = random_tokens(3, 9, seed=5)
@@ -70,15 +62,10 @@ def test_a_text_of_few_rows_fills_the_list_from_each(model, factors, per_row, ba
     assert found.settings["contexts_per_row"] == (per_row or 3)
     z = activations(model, factors, tokens)
     for profile in found.profiles():
-        size = z[profile.site][:, :, profile.index].abs()
-        # Every position of every row by size, each row's largest only, equal ones in the order of the text.
-        places = []
-        for row in range(3):
-            order = sorted(range(9), key=lambda pos, row=row: (-float(size[row, pos]), pos))[: per_row or 3]
-            places += [(row, pos) for pos in order]
-        places = sorted(places, key=lambda at: -float(size[at]))[:8]  # stable
+        own = z[profile.site][:, :, profile.index]
         if profile.index != 11:  # never fires
-            expected = [pytest.approx(float(z[profile.site][row, pos, profile.index]), abs=1e-5) for row, pos in places]
+            places = by_hand(tokens, own[..., None], 8, per_row or 3, ())[0]
+            expected = [pytest.approx(float(own[place]), abs=1e-5) for place in places]
             assert [context.z[context.peak] for context in profile.contexts] == expected
     units = [("blocks.1.mlp_out", 4)]
     assert len(top_contexts(model, factors, units, tokens, n=8, per_row=per_row)[units[0]]) == min(8, 3 * (per_row or 3))
@@ -147,14 +134,14 @@ def by_hand(rows, z, n, per_row, ends):
             candidates += [(row, pos) for pos in order[:per_row]]
         candidates.sort(key=lambda at: -size[at[0]][at[1]])
         best = {}
-        for at in candidates:
+        for at in candidates if ends else ():
             best.setdefault(document[at], at)
-        firsts = [at for at in candidates if best[document[at]] == at]
+        firsts = list(best.values())
         listed.append((firsts + [at for at in candidates if at not in firsts])[:n])
     return listed
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 40])
+@pytest.mark.parametrize("batch_size", [3, 40])
 @pytest.mark.parametrize(("n", "per_row", "share"), [(4, 1, 0.15), (12, 2, 0.02), (5, 3, 0.3), (6, 1, 0.0)])
 def test_contexts_of_a_unit_are_of_different_documents(batch_size, n, per_row, share):
     """Documents of all lengths, some over several rows, whatever the batches; of 0.02 fewer than places, of 0 none is known."""

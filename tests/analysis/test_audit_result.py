@@ -2,9 +2,7 @@
 
 import pytest
 
-import swd_lens as swd
-from swd_lens import baselines
-from swd_lens.analysis.audit import Context, audit, logit_effect
+from swd_lens.analysis.audit import logit_effect
 from tests.micro import random_tokens
 
 
@@ -52,9 +50,3 @@ def test_tables_and_excerpts(found):
     expected = f"“{part}«{first.tokens[first.peak]}»" + "".join(first.tokens[first.peak + 1 : first.peak + 2])
     assert excerpts["excerpts"][0].startswith(expected) and excerpts["excerpts"][0].count("«") == 2
     assert len(found.excerpts(task="another", per_layer=1)) == 2
-
-
-def test_dense_controls_are_audited_too(model):
-    found = audit(model, baselines.svd(model, "blocks.0.mlp_out"), random_tokens(4, 8), progress=False)
-    assert len(found) == 16 and isinstance(found.unit("blocks.0.mlp_out/0").contexts[0], Context)
-    assert swd.Factors is type(found.factors["blocks.0.mlp_out"])

@@ -1,5 +1,7 @@
 """A unit's profile: edges of both sides, and how it is asked for."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -42,16 +44,9 @@ def test_a_unit_is_asked_for_by_name_pair_row_and_number(model, factors, found):
 
 
 def test_units_of_a_coder(model):
-    class Coder:
-        W_enc, W_dec = torch.eye(32)[:, :6], torch.eye(16)[:6]
-
-        def encode(self, x):
-            return (x @ self.W_enc).relu()
-
-        def decode(self, z):
-            return z @ self.W_dec
-
-    found = audit(model, {"blocks.0.mlp_out": Coder()}, random_tokens(4, 8), progress=False)
+    read, write = torch.eye(32)[:, :6], torch.eye(16)[:6]
+    coder = SimpleNamespace(W_enc=read, W_dec=write, encode=lambda x: (x @ read).relu(), decode=lambda z: z @ write)
+    found = audit(model, {"blocks.0.mlp_out": coder}, random_tokens(4, 8), progress=False)
     profile = found.unit("blocks.0.mlp_out/2")
     assert profile.reads.strongest == (("neuron 2", 1.0),) and profile.writes.strongest == (("residual 2", 1.0),)
     assert profile.logits is not None and profile.smallest >= 0

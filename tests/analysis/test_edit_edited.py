@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swd_lens import baselines
 from swd_lens.analysis.edit import Edit, edit_unit
 from swd_lens.analysis.edit.make import unit_edit
 from swd_lens.analysis.edit.target import find_target
@@ -13,22 +12,18 @@ from swd_lens.base.errors import AttachError, EditError
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.weights import stored_matrix
 from swd_lens.units import attach
+from tests.analysis.edit_checks import PROMPT, SITES
 from tests.hosts.test_interrupts import everything
 from tests.interrupts import run_to_line
-from tests.micro import random_tokens, toy_model
+from tests.micro import toy_model
+from tests.refusals import refuses
 
-PROMPT, SITES = random_tokens(1, 6)[0], ("blocks.0.mlp_out", "blocks.0.attn_o")
 EDITS = ("analysis/edit/edited.py", "base/surroundings.py", "hosts/weights.py")
 
 
-@pytest.fixture(scope="module")
-def factors(model):
-    return baselines.svd(model, ["mlp_out", "attn_o"])
-
-
 @pytest.mark.parametrize("name", SITES)
-def test_the_host_comes_back_bit_for_bit(model, factors, name):
-    edit = edit_unit(model, factors, f"{name}/0", PROMPT, 3, 5, 3)
+def test_the_host_comes_back_bit_for_bit(model, exact, name):
+    edit = edit_unit(model, exact, f"{name}/0", PROMPT, 3, 5, 3)
     model(PROMPT[None])
     before, logits = everything(model), model(PROMPT[None])
     parameter = stored_matrix(host_of(model), find_sites(model, name)[0]).parameter
@@ -44,13 +39,12 @@ def test_the_host_comes_back_bit_for_bit(model, factors, name):
     edit.undo()
     assert everything(model) == before and torch.equal(parameter, kept)
     assert torch.equal(model(PROMPT[None]), logits)
-    with pytest.raises(EditError, match="not applied"):
-        edit.undo()
+    refuses(EditError, "not applied", edit.undo)
 
 
-def test_what_is_undone_or_applied_within_a_with_block(model, factors):
+def test_what_is_undone_or_applied_within_a_with_block(model, exact):
     """The block leaves what it entered, however many stand at its end: none (this once never returned), or one elsewhere."""
-    edit, other = edit_unit(model, factors, "blocks.0.mlp_out/0", PROMPT, 3, 5, 3), toy_model()
+    edit, other = edit_unit(model, exact, "blocks.0.mlp_out/0", PROMPT, 3, 5, 3), toy_model()
     weights = [one.blocks[0].mlp.W_out for one in (model, other)]
     kept = weights[0].detach().clone()
     with edit:
@@ -68,8 +62,8 @@ def test_what_is_undone_or_applied_within_a_with_block(model, factors):
 
 
 @pytest.mark.parametrize("how", ["with", "apply"])
-def test_ctrl_c_at_any_line(model, factors, how):
-    edit = edit_unit(model, factors, "blocks.0.mlp_out/0", PROMPT, 3, 5, 3)
+def test_ctrl_c_at_any_line(model, exact, how):
+    edit = edit_unit(model, exact, "blocks.0.mlp_out/0", PROMPT, 3, 5, 3)
     logits = model(PROMPT[None])
 
     def there_and_back():
@@ -92,58 +86,52 @@ def test_ctrl_c_at_any_line(model, factors, how):
 
 
 @pytest.mark.parametrize("base", ["dense", "replacement"])
-def test_an_edit_is_checked_without_being_applied(model, factors, base):
-    edit, before = edit_unit(model, factors, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1, base=base), everything(model)
+def test_an_edit_is_checked_without_being_applied(model, exact, base):
+    edit, before = edit_unit(model, exact, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1, base=base), everything(model)
     assert edit.check().model is model and everything(model) == before and "not applied" in repr(edit)
     with edit, pytest.raises(ValueError, match="applied already" if base == "dense" else "attached already"):
         edit.check()
-    with pytest.raises(ValueError, match=r"it belongs to another model|they belong to another model"):
-        edit.check(toy_model(d_mlp=8))
+    refuses(ValueError, r"it belongs to another model|they belong to another model", edit.check, toy_model(d_mlp=8))
 
 
-def test_another_weight_is_refused(model, factors):
-    edit = edit_unit(model, factors, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1)
+def test_another_weight_is_refused(model, exact):
+    edit = edit_unit(model, exact, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1)
     other = toy_model()
     with edit.applied(other):  # the same weights in another object
         assert not torch.equal(other.blocks[0].mlp.W_out, model.blocks[0].mlp.W_out)
-        with pytest.raises(EditError, match="another W than this host has now"):
-            edit.apply(other)
+        refuses(EditError, "another W than this host has now", edit.apply, other)
     with torch.no_grad():
         other.blocks[0].mlp.W_out[0, 0] += 1
-    with pytest.raises(EditError, match=r"made for another W .* make the edit on this host"):
-        edit.apply(other)
+    refuses(EditError, r"made for another W .* make the edit on this host", edit.apply, other)
     with pytest.raises(EditError, match=r"is \(32, 16\), the host's matrix is \(8, 16\): it belongs to another model"):
         edit.apply(toy_model(d_mlp=8))
 
 
-def test_units_at_the_site_are_refused(model, factors):
-    edit = edit_unit(model, factors, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1)
-    with attach(model, {"blocks.0.mlp_out": factors["blocks.0.mlp_out"]}):
+def test_units_at_the_site_are_refused(model, exact):
+    edit = edit_unit(model, exact, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1)
+    with attach(model, {"blocks.0.mlp_out": exact["blocks.0.mlp_out"]}):
         for refused in (edit.apply, edit.state_dict):
-            with pytest.raises(AttachError, match=r"blocks\.0\.mlp_out is attached already"):
-                refused()
-        with pytest.raises(AttachError, match="attached already"):
-            edit_unit(model, factors, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1)
-    with attach(model, {"blocks.1.mlp_out": factors["blocks.1.mlp_out"]}):  # elsewhere they may stay
+            refuses(AttachError, r"blocks\.0\.mlp_out is attached already", refused)
+        refuses(AttachError, "attached already", edit_unit, model, exact, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1)
+    with attach(model, {"blocks.1.mlp_out": exact["blocks.1.mlp_out"]}):  # elsewhere they may stay
         edit.apply().undo()
     with edit, pytest.raises(AttachError, match="made from another W"):
-        attach(model, {"blocks.0.mlp_out": factors["blocks.0.mlp_out"]})
+        attach(model, {"blocks.0.mlp_out": exact["blocks.0.mlp_out"]})
 
 
-def test_edits_of_one_site_come_off_in_reverse_order(model, factors):
+def test_edits_of_one_site_come_off_in_reverse_order(model, exact):
     weight, target = model.blocks[0].mlp.W_out, (PROMPT, 3, 5)
     kept = weight.detach().clone()
     site = find_sites(model, "blocks.0.mlp_out")[0]
-    first = edit_unit(model, factors, "blocks.0.mlp_out/0", *target, 1)
-    second = edit_unit(model, factors, "blocks.0.mlp_out/1", *target, 1)
+    first = edit_unit(model, exact, "blocks.0.mlp_out/0", *target, 1)
+    second = edit_unit(model, exact, "blocks.0.mlp_out/1", *target, 1)
     first.apply()
     once = weight.detach().clone()
     with pytest.raises(EditError, match="another W"):  # made for the unedited matrix
         second.apply()
-    second = unit_edit(model, factors, site, 1, find_target(model, site, *target), 1.0)  # made on the edited one
+    second = unit_edit(model, exact, site, 1, find_target(model, site, *target), 1.0)  # made on the edited one
     second.apply()
-    with pytest.raises(EditError, match="edits come off in reverse order"):
-        first.undo()
+    refuses(EditError, "edits come off in reverse order", first.undo)
     second.undo()
     assert torch.equal(weight, once)
     first.undo()
@@ -151,8 +139,8 @@ def test_edits_of_one_site_come_off_in_reverse_order(model, factors):
 
 
 @pytest.mark.parametrize("name", SITES)
-def test_the_state_dict_is_the_hosts_own_with_the_edit_in_it(model, factors, name):
-    edit = edit_unit(model, factors, f"{name}/3", PROMPT, 3, 5, 2)
+def test_the_state_dict_is_the_hosts_own_with_the_edit_in_it(model, exact, name):
+    edit = edit_unit(model, exact, f"{name}/3", PROMPT, 3, 5, 2)
     plain = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     state = edit.state_dict(model)
     assert {key: t.shape for key, t in state.items()} == {key: t.shape for key, t in plain.items()}
@@ -166,8 +154,8 @@ def test_the_state_dict_is_the_hosts_own_with_the_edit_in_it(model, factors, nam
     assert all(torch.equal(plain[key], tensor) for key, tensor in model.state_dict().items())
 
 
-def test_files(model, factors, tmp_path, monkeypatch):
-    edit = edit_unit(model, factors, "blocks.0.attn_o/3", PROMPT, 3, 5, 2)
+def test_files(model, exact, tmp_path):
+    edit = edit_unit(model, exact, "blocks.0.attn_o/3", PROMPT, 3, 5, 2)
     path = edit.save(tmp_path / "one.safetensors")
     again = Edit.load(path)
     assert again.settings == dict(edit.settings) and again.target.described() == edit.target.described()
@@ -176,18 +164,7 @@ def test_files(model, factors, tmp_path, monkeypatch):
         logits = model(PROMPT[None])
     with again.applied(model):
         assert torch.equal(model(PROMPT[None]), logits)
-    with pytest.raises(EditError, match="no model of its own"):
-        again.apply()
-    with pytest.raises(FileNotFoundError, match="there is no file"):
-        Edit.load(tmp_path / "two.safetensors")
-    (tmp_path / "junk").write_bytes(b"nothing of the kind")
-    with pytest.raises(EditError, match="is not an edit, or damaged"):
-        Edit.load(tmp_path / "junk")
+    refuses(EditError, "no model of its own", again.apply)
+    refuses(FileNotFoundError, "there is no file", Edit.load, tmp_path / "two.safetensors")
     broken = replace(edit, delta=replace(edit.delta, write=edit.delta.write * float("nan")))
-    with pytest.raises(EditError, match="write holds values that are not finite"):
-        Edit.load(broken.save(tmp_path / "nan"))
-    monkeypatch.setattr("swd_lens.base.sealed.save_file", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        broken.save(path)
-    assert Edit.load(path).local_shift == edit.local_shift  # the old file, whole
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["junk", "nan", "one.safetensors"]
+    refuses(EditError, "write holds values that are not finite", Edit.load, broken.save(tmp_path / "nan"))

@@ -7,22 +7,13 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens import baselines
 from swd_lens.analysis.edit import edit_unit, side_effects
 from swd_lens.analysis.edit.effects import measure
 from swd_lens.base.divergence import kl_per_prediction
 from swd_lens.base.errors import EditError
 from swd_lens.units import attach
+from tests.analysis.edit_checks import OTHERS, PROMPT, TEXT
 from tests.hosts.test_interrupts import everything
-from tests.micro import random_tokens
-
-PROMPT, OTHERS, TEXT = random_tokens(1, 6)[0], list(random_tokens(5, 7, seed=3)), random_tokens(7, 9, seed=4)
-OTHERS = [*OTHERS[:3], OTHERS[3][:4], OTHERS[4][:4]]  # of two lengths
-
-
-@pytest.fixture(scope="module")
-def factors(model):
-    return baselines.svd(model, ["mlp_out", "attn_o"])
 
 
 def kl(before, after):
@@ -32,13 +23,13 @@ def kl(before, after):
 
 @pytest.mark.parametrize("base", ["dense", "replacement"])
 @pytest.mark.parametrize("name", ["blocks.0.attn_o", "blocks.1.mlp_out"])
-def test_side_effects_are_those_of_plain_forwards(model, factors, name, base):
-    edit = edit_unit(model, factors, f"{name}/1", PROMPT, 3, 5, 2, base=base)
+def test_side_effects_are_those_of_plain_forwards(model, exact, name, base):
+    edit = edit_unit(model, exact, f"{name}/1", PROMPT, 3, 5, 2, base=base)
     before = everything(model)
     found = side_effects(model, edit, OTHERS, TEXT, batch_size=2)
     assert everything(model) == before
     runs = []
-    for applied in (attach(model, factors) if base == "replacement" else torch.no_grad(), edit):
+    for applied in (attach(model, exact) if base == "replacement" else torch.no_grad(), edit):
         with applied, torch.no_grad():
             runs.append(([model(p[None])[0, -1] for p in (PROMPT, *OTHERS)], model(TEXT)[:, :-1]))
     (prompts, text), (edited, edited_text) = runs
@@ -52,21 +43,20 @@ def test_side_effects_are_those_of_plain_forwards(model, factors, name, base):
     assert found.settings["n_prompts"] == 5 and found.settings["unit"] == f"{name}/1"
 
 
-def test_text_may_be_a_stream_and_batches_do_not_matter(model, factors):
-    edit = edit_unit(model, factors, "blocks.0.mlp_out/1", PROMPT, 3, 5, 2)
+def test_text_may_be_a_stream_and_batches_do_not_matter(model, exact):
+    edit = edit_unit(model, exact, "blocks.0.mlp_out/1", PROMPT, 3, 5, 2)
     stream = swd.TokenStream(lambda: iter(TEXT), n_rows=7)
-    found = [
-        side_effects(model, edit, tokens=tokens, batch_size=size).kl_text for tokens, size in ((TEXT, 7), (TEXT, 2), (stream, 3))
-    ]
+    ways = ((TEXT, 7), (TEXT, 2), (stream, 3))
+    found = [side_effects(model, edit, tokens=tokens, batch_size=size).kl_text for tokens, size in ways]
     assert found[0] > 0 and found[1:] == pytest.approx([found[0]] * 2, rel=1e-5)
     assert side_effects(model, edit, OTHERS).kl_text is None
     with pytest.raises(swd.TokenError, match="at least two tokens"):
         side_effects(model, edit, tokens=TEXT[:, :1])
 
 
-def test_what_enters_the_edited_block_is_run_once_for_before_and_all_edits(model, factors):
+def test_what_enters_the_edited_block_is_run_once_for_before_and_all_edits(model, exact):
     """Text of a batch: block 0 once, for an edit of block 1; and a few tokens twice, to see whether runs may start there."""
-    edits = [edit_unit(model, factors, "blocks.1.mlp_out/1", PROMPT, 3, 5, shift) for shift in (1, 2, 3)]
+    edits = [edit_unit(model, exact, "blocks.1.mlp_out/1", PROMPT, 3, 5, shift) for shift in (1, 2, 3)]
     rows = {0: [], 1: []}
     with ExitStack() as stack:
         for layer, seen in rows.items():
@@ -78,14 +68,8 @@ def test_what_enters_the_edited_block_is_run_once_for_before_and_all_edits(model
     assert of_text == {0: 1, 1: 4}
 
 
-def test_no_shift_changes_nothing(model, factors):
-    edit = edit_unit(model, factors, "blocks.0.mlp_out/1", PROMPT, 3, 5, 0)
-    found = side_effects(model, edit, OTHERS, TEXT)
-    assert found.change == 0 and set(found.kl_prompts) == {0.0} and found.kl_text == 0
-
-
-def test_the_figure_has_a_bar_for_every_prompt(model, factors):
-    effects = side_effects(model, edit_unit(model, factors, "blocks.0.mlp_out/1", PROMPT, 3, 5, 2), OTHERS)
+def test_the_figure_has_a_bar_for_every_prompt(model, exact):
+    effects = side_effects(model, edit_unit(model, exact, "blocks.0.mlp_out/1", PROMPT, 3, 5, 2), OTHERS)
     (ax,) = effects.plot().axes
     assert [bar.get_width() for bar in ax.patches] == list(effects.per_prompt()["KL"])
     assert len(ax.get_yticklabels()) == len(OTHERS) and "margin" in ax.get_title(loc="left")
@@ -95,8 +79,8 @@ def test_the_figure_has_a_bar_for_every_prompt(model, factors):
     assert "one↵two" in names and not any("\n" in name for name in names)
 
 
-def test_an_applied_edit_cannot_be_measured(model, factors):
-    edit = edit_unit(model, factors, "blocks.0.mlp_out/1", PROMPT, 3, 5, 1)
+def test_an_applied_edit_cannot_be_measured(model, exact):
+    edit = edit_unit(model, exact, "blocks.0.mlp_out/1", PROMPT, 3, 5, 1)
     with edit, pytest.raises(EditError, match=r"another W .* \(or this one\) is applied already"):
         side_effects(model, edit, OTHERS)
     with pytest.raises(EditError, match="prompts must be a list, got the one text 'ab'"):

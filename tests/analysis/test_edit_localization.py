@@ -9,6 +9,7 @@ from swd_lens.analysis.edit.localization import EditLocalization, localize
 from swd_lens.tasks.task import Task
 from tests.contract import swd_zero_data
 from tests.micro import random_split, split_of, toy_model
+from tests.refusals import refuses
 
 
 def by_hand(random=((0.0, 0.0), (0.3, 0.0), (0.1, 0.1))) -> EditLocalization:
@@ -29,9 +30,8 @@ def test_selectivity_and_p_by_hand(tmp_path):
     assert found.p == pytest.approx({"a": 1 / 4, "b": 1 / 4})
     assert by_hand(random=((0.9, 0.1), (0.0, 0.5))).p == pytest.approx({"a": 2 / 3, "b": 2 / 3})
     table = found.table().set_index("task")
-    assert table.loc["a", ["drop", "share", "share of others", "random selectivity"]].tolist() == pytest.approx(
-        [1.6, 0.8, 0.1, 0.1]
-    )
+    of_a = table.loc["a", ["drop", "share", "share of others", "random selectivity"]]
+    assert of_a.tolist() == pytest.approx([1.6, 0.8, 0.1, 0.1])
     found.save(tmp_path / "edits.json")
     again = EditLocalization.load(tmp_path / "edits.json")
     pd.testing.assert_frame_equal(again.table(), found.table())
@@ -53,10 +53,15 @@ def carried_tasks(model) -> list[Task]:
     return tasks
 
 
-def test_drops_are_those_of_evaluate_circuits_and_the_host_is_left_alone():
+@pytest.fixture(scope="module")
+def carried():
+    """The toy host, factors of its mlp_out, and the tasks."""
     model = toy_model()
-    factors = swd_zero_data(model, "mlp_out")
-    tasks = carried_tasks(model)
+    return model, swd_zero_data(model, "mlp_out"), carried_tasks(model)
+
+
+def test_drops_are_those_of_evaluate_circuits_and_the_host_is_left_alone(carried):
+    model, factors, tasks = carried
     before = {name: p.clone() for name, p in model.named_parameters()}
     found = localize(model, factors, tasks, units=2, random=5)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -71,11 +76,9 @@ def test_drops_are_those_of_evaluate_circuits_and_the_host_is_left_alone():
 
 
 @pytest.mark.slow
-def test_random_units_of_ones_own_have_uniform_p():
+def test_random_units_of_ones_own_have_uniform_p(carried):
     """Units drawn as the random ones are: over draws p is at most .2 in about a fifth of cases, at most .5 in half."""
-    model = toy_model()
-    factors = swd_zero_data(model, "mlp_out")
-    tasks = carried_tasks(model)
+    model, factors, tasks = carried
     generator = torch.Generator().manual_seed(0)
     p = []
     for seed in range(16):
@@ -85,19 +88,11 @@ def test_random_units_of_ones_own_have_uniform_p():
     assert 0.05 < sum(value <= 0.2 for value in p) / len(p) < 0.4 and 0.3 < sum(value <= 0.5 for value in p) / len(p) < 0.7
 
 
-def test_what_it_refuses():
-    model = toy_model()
-    factors, tasks = swd_zero_data(model, "mlp_out"), carried_tasks(toy_model())
-    with pytest.raises(ValueError, match="two tasks or more, got 1"):
-        localize(model, factors, tasks[:1])
-    with pytest.raises(ValueError, match="units= names other"):
-        localize(model, factors, tasks, units={"other": "blocks.0.mlp_out/0"})
-    with pytest.raises(ValueError, match="random must be"):
-        localize(model, factors, tasks, random=0)
-    undone = tasks[0]
-    wrong = split_of(
-        [tasks[0].test.tokens[0].tolist()], [[tasks[0].test.distractor_ids[0][0]]], [[tasks[0].test.answer_ids[0][0]]], 20, "test"
-    )
-    undone = Task("undone", undone.train, undone.validation, wrong, "x", False)
-    with pytest.raises(ValueError, match="does not do the task"):
-        localize(model, factors, [tasks[0], undone], random=3)
+def test_what_it_refuses(carried):
+    model, factors, tasks = carried
+    refuses(ValueError, "two tasks or more, got 1", localize, model, factors, tasks[:1])
+    refuses(ValueError, "units= names other", localize, model, factors, tasks, units={"other": "blocks.0.mlp_out/0"})
+    done = tasks[0].test
+    wrong = split_of([done.tokens[0].tolist()], [[done.distractor_ids[0][0]]], [[done.answer_ids[0][0]]], 20, "test")
+    undone = Task("undone", tasks[0].train, tasks[0].validation, wrong, "x", False)
+    refuses(ValueError, "does not do the task", localize, model, factors, [tasks[0], undone], random=3)

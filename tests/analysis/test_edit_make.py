@@ -1,12 +1,11 @@
 """Edits along a unit's read vector: calibration, controls, units changed at run time, errors."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-import swd_lens as swd
-from swd_lens import baselines
 from swd_lens.analysis.edit import edit_unit, unit_hooks
 from swd_lens.analysis.edit.make import oracle_edit, random_unit
 from swd_lens.analysis.edit.target import find_target
@@ -14,14 +13,9 @@ from swd_lens.base.errors import AttachError, EditError
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors, FactorSet, fingerprint
-from tests.micro import identity_factors, micro_model, random_tokens
-
-PROMPT, SITES = random_tokens(1, 6)[0], ("blocks.0.mlp_out", "blocks.0.attn_o")
-
-
-@pytest.fixture(scope="module")
-def factors(model):
-    return baselines.svd(model, ["mlp_out", "attn_o"])
+from tests.analysis.edit_checks import PROMPT, SITES
+from tests.micro import identity_factors, micro_model
+from tests.refusals import refuses
 
 
 def output_at_the_end(model, name, tokens=PROMPT):
@@ -68,17 +62,17 @@ def test_a_units_scale_changes_alpha_and_not_the_edits_size():
 @pytest.mark.parametrize("name", SITES)
 @pytest.mark.parametrize("method", ["unit", "random", "oracle", "replacement"])
 @pytest.mark.parametrize("shift", [-2, 0.5])
-def test_what_the_site_writes_moves_along_d_by_the_requested_shift(model, factors, name, method, shift):
+def test_what_the_site_writes_moves_along_d_by_the_requested_shift(model, exact, name, method, shift):
     """h* dW d = shift, by running the host: (y' - y) . d at the target's last position."""
     site = find_sites(model, name)[0]
     target = find_target(model, site, PROMPT, 3, 5)
     if method == "oracle":
         edit = oracle_edit(model, site, target, float(shift))
     else:
-        index = random_unit(factors[name], target, but=2) if method == "random" else 2
+        index = random_unit(exact[name], target, but=2) if method == "random" else 2
         base = "replacement" if method == "replacement" else "dense"
-        edit = edit_unit(model, factors, f"{name}/{index}", PROMPT, 3, 5, shift, base=base)
-    with attach(model, factors) if method == "replacement" else torch.no_grad():
+        edit = edit_unit(model, exact, f"{name}/{index}", PROMPT, 3, 5, shift, base=base)
+    with attach(model, exact) if method == "replacement" else torch.no_grad():
         before = output_at_the_end(model, name)
     with edit:
         after = output_at_the_end(model, name)
@@ -88,9 +82,9 @@ def test_what_the_site_writes_moves_along_d_by_the_requested_shift(model, factor
     assert edit.delta.rank == 1 and edit.shift == shift
 
 
-def test_the_dense_increment_is_the_one_that_the_write_row_induces(model, factors):
+def test_the_dense_increment_is_the_one_that_the_write_row_induces(model, exact):
     """A B' - A B = dW, also where alpha is computed from another h*."""
-    one = FactorSet({"blocks.1.mlp_out": factors["blocks.1.mlp_out"]})
+    one = FactorSet({"blocks.1.mlp_out": exact["blocks.1.mlp_out"]})
     dense, within = (
         edit_unit(model, one, "blocks.1.mlp_out/4", PROMPT, 3, 5, 1.5, base=base) for base in ("dense", "replacement")
     )
@@ -98,6 +92,8 @@ def test_the_dense_increment_is_the_one_that_the_write_row_induces(model, factor
     assert torch.allclose(after - before, dense.delta.dense(), atol=1e-5)
     changed = within.factors["blocks.1.mlp_out"].write != one["blocks.1.mlp_out"].write
     assert changed.any(1).nonzero().flatten().tolist() == [4]
+    assert "blocks.1.mlp_out/4" in dense._repr_html_()
+    assert dense.settings["weight_sha256"] == fingerprint(model.blocks[1].mlp.W_out) and not dense.settings["final_norm_folded"]
 
 
 def test_an_edited_replacement_counts_the_edges_it_gained(model):
@@ -110,17 +106,15 @@ def test_an_edited_replacement_counts_the_edges_it_gained(model):
     kept = int((sparse.write[7] != 0).sum())
     assert after.edges - sparse.edges == 16 - kept == edit.settings["edges_added"] > 0
     assert after.settings["edited_edges_added"] == 16 - kept and after.settings["edited_unit"] == 7
-    with pytest.raises(EditError, match=r"its factors; save them: edit\.factors\.save"):
-        edit.save("nowhere")
-    with pytest.raises(EditError, match="changes no weight"):
-        edit.state_dict()
+    refuses(EditError, r"its factors; save them: edit\.factors\.save", edit.save, "nowhere")
+    refuses(EditError, "changes no weight", edit.state_dict)
     with edit:
         assert host_of(model).is_swapped(find_sites(model, "blocks.0.mlp_out")[0])
     assert not host_of(model).is_swapped(find_sites(model, "blocks.0.mlp_out")[0])
 
 
-def test_the_random_unit_is_neither_silent_nor_extreme(model, factors):
-    site, f = find_sites(model, "blocks.0.mlp_out")[0], factors["blocks.0.mlp_out"]
+def test_the_random_unit_is_neither_silent_nor_extreme(model, exact):
+    site, f = find_sites(model, "blocks.0.mlp_out")[0], exact["blocks.0.mlp_out"]
     target = find_target(model, site, PROMPT, 3, 5)
     z = (target.input.double() @ f.read.double()).abs()
     drawn = {random_unit(f, target, seed=seed) for seed in range(60)}
@@ -136,24 +130,21 @@ def test_the_random_unit_is_neither_silent_nor_extreme(model, factors):
     [
         ({"shift": float("nan")}, "shift must be a finite number .* got nan"),
         ({"unit": "blocks.0.mlp_out/32"}, r"blocks\.0\.mlp_out has 16 units, 0 to 15"),
-        ({"unit": "blocks.0.mlp_out"}, "is not a unit name"),
         ({"unit": "blocks.0.mlp_in/0"}, r"blocks\.0\.mlp_in does not write to the residual stream; an edit takes units"),
         ({"unit": "blocks.5.mlp_out/0"}, r"these factors hold blocks\.0\.attn_o, .* not blocks\.5\.mlp_out"),
         ({"answer": 20}, "an answer 20 is no token of this host; ids go from 0 to 19"),
         ({"foil": 3}, "the same unembedding"),
         ({"base": "sparse"}, "base must be one of 'dense', 'replacement', got 'sparse'"),
-        ({"direction": "up"}, "direction must be one of .* got 'up'"),
         ({"prompt": [[1, 2], [3, 4]]}, "one row of token ids, got 2 rows"),
     ],
 )
-def test_errors_say_what_was_wrong(model, factors, changes, message):
+def test_errors_say_what_was_wrong(model, exact, changes, message):
     given = {"unit": "blocks.0.mlp_out/0", "prompt": PROMPT, "answer": 3, "foil": 5, "shift": 1} | changes
-    with pytest.raises(ValueError, match=message):
-        edit_unit(model, factors, **given)
+    refuses(ValueError, message, edit_unit, model, exact, **given)
 
 
-def test_silent_and_invalid_units_are_refused(model, factors):
-    f = factors["blocks.0.mlp_out"]
+def test_silent_and_invalid_units_and_those_of_no_site_are_refused(model, exact):
+    f = exact["blocks.0.mlp_out"]
     h = find_target(model, find_sites(model, "blocks.0.mlp_out")[0], PROMPT, 3, 5).input
     read, write = f.read.clone(), f.write.clone()
     read[:, 1] -= h * (h @ read[:, 1]) / (h @ h)  # unit 1 reads nothing of h*
@@ -163,15 +154,20 @@ def test_silent_and_invalid_units_are_refused(model, factors):
         edit_unit(model, changed, "blocks.0.mlp_out/1", PROMPT, 3, 5, 1)
     with pytest.raises(EditError, match=r"unit blocks\.0\.mlp_out/2 is not valid: its read or its write vector is empty"):
         edit_unit(model, changed, "blocks.0.mlp_out/2", PROMPT, 3, 5, 1)
+    alone = Factors(torch.eye(32), torch.randn(32, 16))
+    refuses(AttachError, "does not know its site", edit_unit, model, alone, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1)
+    coder = SimpleNamespace(encode=abs, decode=abs)
+    with pytest.raises(EditError, match=r"an edit takes Factors; blocks\.0\.mlp_out holds a SimpleNamespace"):
+        edit_unit(model, {"blocks.0.mlp_out": coder}, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1)
 
 
-def test_unit_hooks_scale_and_clamp(model, factors):
-    name, f = "blocks.0.mlp_out", factors["blocks.0.mlp_out"]
+def test_unit_hooks_scale_and_clamp(model, exact):
+    name, f = "blocks.0.mlp_out", exact["blocks.0.mlp_out"]
     tokens, scaled = PROMPT[None], f.write.clone()
     scaled[5] *= 2.5
     with attach(model, {name: replace(f, write=scaled)}):
         expected = model(tokens)
-    with attach(model, factors) as attachment, torch.no_grad():
+    with attach(model, exact) as attachment, torch.no_grad():
         plain, cache = model.run_with_cache(tokens)
         hooks = unit_hooks({f"{name}/5": ("scale", 2.5)}, attachment.factors)
         assert torch.allclose(model.run_with_hooks(tokens, fwd_hooks=hooks), expected, atol=1e-4)
@@ -189,24 +185,22 @@ def test_unit_hooks_scale_and_clamp(model, factors):
         assert torch.equal(model(tokens), plain)
 
 
-def test_adding_to_a_unit_writes_its_write_vector_that_many_times(model, factors):
-    site, f = "blocks.0.mlp_out", factors["blocks.0.mlp_out"]
-    with attach(model, factors):
+def test_adding_to_a_unit_writes_its_write_vector_that_many_times(model, exact):
+    site, f = "blocks.0.mlp_out", exact["blocks.0.mlp_out"]
+    with attach(model, exact):
         plain = model.run_with_cache(PROMPT[None])[1]["mlp_out", 0]
-        with model.hooks(fwd_hooks=unit_hooks({(site, 5): ("add", 3.0)}, factors, positions=[1, -1])):
+        with model.hooks(fwd_hooks=unit_hooks({(site, 5): ("add", 3.0)}, exact, positions=[1, -1])):
             steered = model.run_with_cache(PROMPT[None])[1]["mlp_out", 0]
     moved = torch.zeros_like(plain)
     moved[:, [1, 5]] = 3.0 * f.write[5]
     torch.testing.assert_close(steered - plain, moved, atol=1e-5, rtol=1e-5)
 
 
-def test_a_unit_is_edited_by_any_of_its_names(model, factors):
-    by_name = edit_unit(model, factors, "blocks.0.mlp_out/2", PROMPT, 3, 5, 1)
+def test_a_unit_is_edited_by_any_of_its_names(model, exact):
+    by_name = edit_unit(model, exact, "blocks.0.mlp_out/2", PROMPT, 3, 5, 1)
     for unit in (("blocks.0.mlp_out", 2), "blocks.0.mlp.W_out/2", {"unit": "blocks.0.mlp_out/2"}):
-        again = edit_unit(model, factors, unit, PROMPT, 3, 5, 1)
+        again = edit_unit(model, exact, unit, PROMPT, 3, 5, 1)
         assert again.settings["unit"] == "blocks.0.mlp_out/2" and torch.equal(again.delta.write, by_name.delta.write)
-    with pytest.raises(EditError, match="has 16 units, 0 to 15"):
-        edit_unit(model, factors, ("blocks.0.mlp_out", -1), PROMPT, 3, 5, 1)
 
 
 @pytest.mark.parametrize(
@@ -217,41 +211,14 @@ def test_a_unit_is_edited_by_any_of_its_names(model, factors):
         ({"blocks.0.mlp_out/5": ("scale", float("inf"))}, "the value of 'scale' must be a finite number"),
         ({"blocks.0.mlp_out/99": ("scale", 2)}, "has 16 units, 0 to 15"),
         ({"blocks.7.mlp_out/0": ("scale", 2)}, r"not blocks\.7\.mlp_out"),
-        ({"five": ("scale", 2)}, "is not a unit name"),
     ],
 )
-def test_unit_hooks_errors(factors, changes, message):
-    with pytest.raises(ValueError, match=message):
-        unit_hooks(changes, factors)
+def test_unit_hooks_errors(exact, changes, message):
+    refuses(ValueError, message, unit_hooks, changes, exact)
 
 
-def test_unit_hooks_find_out_late_without_factors(model, factors):
+def test_unit_hooks_find_out_late_without_factors(model, exact):
     hooks = unit_hooks({"blocks.0.mlp_out/99": ("scale", 2)})
-    with attach(model, factors), pytest.raises(EditError, match="has 16 units, 0 to 15"):
+    with attach(model, exact), pytest.raises(EditError, match="has 16 units, 0 to 15"):
         model.run_with_hooks(PROMPT[None], fwd_hooks=hooks)
-    for positions in ("last", []):
-        with pytest.raises(EditError, match="positions must be"):
-            unit_hooks({"blocks.0.mlp_out/1": ("scale", 2)}, positions=positions)
-
-
-def test_provenance(model, factors):
-    edit = edit_unit(model, factors, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1)
-    weight = model.blocks[0].mlp.W_out
-    assert edit.settings["weight_sha256"] == fingerprint(weight) and edit.settings["swd_lens"] == swd.__version__
-    assert edit.settings["base"] == "dense" and not edit.settings["final_norm_folded"]
-    assert "not applied" in repr(edit) and "blocks.0.mlp_out/0" in edit._repr_html_()
-
-
-def test_only_factors_can_be_edited(model):
-    class Coder:
-        def encode(self, h):
-            return h
-
-        def decode(self, z):
-            return z
-
-    with pytest.raises(EditError, match=r"an edit takes Factors; blocks\.0\.mlp_out holds a Coder"):
-        edit_unit(model, {"blocks.0.mlp_out": Coder()}, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1)
-    alone = Factors(torch.eye(32), torch.randn(32, 16))
-    with pytest.raises(AttachError, match="does not know its site"):
-        edit_unit(model, alone, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1)
+    refuses(EditError, "positions must be", unit_hooks, {"blocks.0.mlp_out/1": ("scale", 2)}, positions="last")

@@ -13,15 +13,9 @@ from swd_lens.base.errors import EditError
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.sites import parse_unit
 from swd_lens.units.factors import FactorSet
-from tests.micro import identity_factors, micro_model, random_split, random_tokens
-
-PROMPT, OTHERS, TEXT = random_tokens(1, 6)[0], list(random_tokens(5, 7, seed=3)), random_tokens(7, 9, seed=4)
-OTHERS = [*OTHERS[:3], OTHERS[3][:4], OTHERS[4][:4]]  # of two lengths
-
-
-@pytest.fixture(scope="module")
-def factors(model):
-    return baselines.svd(model, ["mlp_out", "attn_o"])
+from tests.analysis.edit_checks import OTHERS, PROMPT, TEXT
+from tests.micro import identity_factors, micro_model, random_split
+from tests.refusals import refuses
 
 
 def test_selection_by_hand():
@@ -36,9 +30,9 @@ def test_selection_by_hand():
         select_edit_unit(micro_model(), identity_factors(), [(torch.tensor([0, 2]), 0, 1)])
 
 
-def test_selection_with_scores_and_text(model, factors):
+def test_selection_with_scores_and_text(model, exact):
     cases = [(PROMPT, 3, 5), (OTHERS[0], 7, 2)]
-    surface = FactorSet({name: f for name, f in factors.items() if name.endswith("mlp_out")}, factors.provenance)
+    surface = FactorSet({name: f for name, f in exact.items() if name.endswith("mlp_out")}, exact.provenance)
     scores = swd.attribute(model, surface, random_split())
     found = select_edit_unit(model, surface, cases, scores=scores, tokens=TEXT, top=5)
     rows = found.table()
@@ -64,10 +58,10 @@ def test_selection_with_scores_and_text(model, factors):
     assert len(found.plot().axes[0].collections) == 3  # two prompts, and a ring around the best
 
 
-def test_cases_that_share_a_prompt_or_come_as_lists(model, factors):
+def test_cases_that_share_a_prompt_or_come_as_lists(model, exact):
     """The largest contribution of each case has strength 1, and each case has its own colour."""
     ids = PROMPT.tolist()
-    found = select_edit_unit(model, factors, [(ids, 3, 5), (ids, 7, 5), (ids[:4], 3, 5)], top=4)
+    found = select_edit_unit(model, exact, [(ids, 3, 5), (ids, 7, 5), (ids[:4], 3, 5)], top=4)
     rows = found.table()
     cases = rows.groupby([rows["prompt"].map(len), rows["answer"]])
     assert cases["strength"].max().tolist() == [1.0, 1.0, 1.0] and len(rows) == 12
@@ -75,26 +69,23 @@ def test_cases_that_share_a_prompt_or_come_as_lists(model, factors):
     assert len(found.plot().axes[0].collections) == 4  # three cases, and a ring
 
 
-def test_scores_below_zero_count_for_nothing(model, factors):
-    scores = swd.attribute(model, factors, random_split())
+def test_scores_below_zero_count_for_nothing(model, exact):
+    scores = swd.attribute(model, exact, random_split())
     below = replace(scores, scores={site: -s.abs() - 1 for site, s in scores.scores.items()})
-    rows = select_edit_unit(model, factors, [(PROMPT, 3, 5)], scores=below).table()
+    rows = select_edit_unit(model, exact, [(PROMPT, 3, 5)], scores=below).table()
     assert rows["importance"].tolist() == pytest.approx(((1 - (rows["rank"] - 1) / below.n_units) / 2).tolist())
 
 
-def test_scores_of_other_factors_are_refused(model, factors):
-    other = FactorSet({name: replace(f, read=f.read * 2, write=f.write / 2) for name, f in factors.items()})
-    scores = swd.attribute(model, other, random_split())
-    with pytest.raises(EditError, match=r"the scores were made with other factors of blocks\.0\.attn_o, .* attribute these"):
-        select_edit_unit(model, factors, [(PROMPT, 3, 5)], scores=scores)
-
-
-def test_selection_errors(model, factors):
+def test_selection_errors(model, exact):
     with pytest.raises(EditError, match=r"these factors hold blocks\.0\.mlp_in: no site writes to the residual stream"):
         select_edit_unit(model, baselines.svd(model, "blocks.0.mlp_in"), [(PROMPT, 3, 5)])
     for cases in ([], [(PROMPT, 3)]):
-        with pytest.raises(EditError, match=r"a list of \(prompt, answer, foil\) triples"):
-            select_edit_unit(model, factors, cases)
-    scores = swd.attribute(model, {"blocks.0.mlp_out": factors["blocks.0.mlp_out"]}, random_split())
-    with pytest.raises(EditError, match=r"the scores cover 0 units of blocks\.0\.attn_o, these factors have 16"):
-        select_edit_unit(model, factors, [(PROMPT, 3, 5)], scores=scores)
+        refuses(EditError, r"a list of \(prompt, answer, foil\) triples", select_edit_unit, model, exact, cases)
+    other = FactorSet({name: replace(f, read=f.read * 2, write=f.write / 2) for name, f in exact.items()})
+    scores = swd.attribute(model, other, random_split())
+    fewer = replace(scores, scores={"blocks.0.mlp_out": scores.scores["blocks.0.mlp_out"]})
+    for wrong, said in (
+        (scores, r"the scores were made with other factors of blocks\.0\.attn_o, .* attribute these"),
+        (fewer, r"the scores cover 0 units of blocks\.0\.attn_o, these factors have 16"),
+    ):
+        refuses(EditError, said, select_edit_unit, model, exact, [(PROMPT, 3, 5)], scores=wrong)

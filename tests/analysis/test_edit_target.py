@@ -6,18 +6,11 @@ import torch
 from swd_lens import baselines
 from swd_lens.analysis.edit import edit_unit
 from swd_lens.base.errors import EditError
-from tests.micro import random_tokens
-
-PROMPT, SITES = random_tokens(1, 6)[0], ("blocks.0.mlp_out", "blocks.0.attn_o")
+from tests.analysis.edit_checks import PROMPT
 
 
-@pytest.fixture(scope="module")
-def factors(model):
-    return baselines.svd(model, ["mlp_out", "attn_o"])
-
-
-def test_through_the_norm_d_has_the_norms_weight(model, factors):
-    edit = edit_unit(model, factors, "blocks.1.mlp_out/1", PROMPT, 3, 5, 1, direction="through_norm")
+def test_through_the_norm_d_has_the_norms_weight(model, exact):
+    edit = edit_unit(model, exact, "blocks.1.mlp_out/1", PROMPT, 3, 5, 1, direction="through_norm")
     d = (model.W_U[:, 3] - model.W_U[:, 5]).detach()
     assert torch.equal(edit.target.direction, d * model.ln_final.w.detach())
     assert edit.local_shift == pytest.approx(1, rel=1e-6) and "final norm" in edit.settings["calibration"]

@@ -12,10 +12,10 @@ from swd_lens.hosts import host_of
 from swd_lens.hosts.recording import record
 from swd_lens.units import attach
 from tests import families
-from tests.analysis.graph_checks import TOKENS, all_units, random_factors
+from tests.analysis.graph_checks import APART, FROZEN, TOKENS, all_units, drawn, random_factors
 from tests.micro import toy_model
+from tests.refusals import refuses
 
-APART = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_in", "mlp_out")
 PLACE = ["layer", "head", "dest", "src"]
 HOSTS = {
     "LN": lambda: toy_model(),
@@ -28,10 +28,9 @@ HOSTS = {
 }
 
 
-def graph_and_paths(model, kinds, drawn=None, **how):
+def graph_and_paths(model, kinds, **how):
     factors = random_factors(model, *kinds)
-    units = [unit for unit in all_units(factors) if drawn is None or unit[0].endswith(drawn)]
-    graph = unit_graph(model, factors, units, prompt=TOKENS, attention="frozen", keep=None)
+    graph = unit_graph(model, factors, all_units(factors), **FROZEN)
     return factors, graph, attention_paths(model, factors, graph, **how)
 
 
@@ -82,7 +81,7 @@ def test_heads_and_pairs_add_up(name, packed):
     assert every[every["part"] == OTHERS]["contribution"].abs().max() < 1e-5 * every["contribution"].abs().max()
 
 
-@pytest.mark.parametrize("name", ["LN", "llama", "llama bridge"])
+@pytest.mark.parametrize("name", ["LN", "llama bridge"])
 def test_edges_through_values_that_have_no_units(name):
     """Tokens and units of earlier layers, through the matrix W_V and the norm; without query and key units no scores."""
     model = HOSTS[name]()
@@ -93,9 +92,7 @@ def test_edges_through_values_that_have_no_units(name):
 
 
 def test_a_pruned_graph_is_split_as_it_was_drawn():
-    model = toy_model()
-    factors = random_factors(model, *APART)
-    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=250)
+    model, factors, graph = drawn(prompt=TOKENS, attention="frozen", keep=250)
     check_heads(model, graph, attention_paths(model, factors, graph))
 
 
@@ -128,19 +125,12 @@ def test_it_goes_to_json_and_shows_itself():
         pd.testing.assert_frame_equal(again.scores, paths.scores)
         assert again.settings == paths.settings and repr(again) == repr(paths)
         assert "<table" in paths._repr_html_() and "edges by head" in paths._repr_html_()
-    with pytest.raises(ValueError, match="heads"):
-        AttentionPaths.from_dict({"scores": [], "settings": {}})
+    refuses(ValueError, "heads", AttentionPaths.from_dict, {"scores": [], "settings": {}})
 
 
 def test_what_cannot_be_split():
-    model = toy_model()
-    factors = random_factors(model, *APART)
-    flat = unit_graph(model, factors, all_units(factors), prompt=TOKENS)
+    model, factors, graph = drawn(**FROZEN)
     with pytest.raises(ValueError, match='attention="frozen"'):
-        attention_paths(model, factors, flat)
-    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen")
-    with pytest.raises(ValueError, match="pairs must be a whole number of at least 1"):
-        attention_paths(model, factors, graph, pairs=0)
+        attention_paths(model, factors, unit_graph(model, factors, all_units(factors), prompt=TOKENS))
     for others in (random_factors(model, *APART, n_units=6), random_factors(model, "attn_o")):
-        with pytest.raises(ValueError, match="the graph was made with other factors"):
-            attention_paths(model, others, graph)
+        refuses(ValueError, "the graph was made with other factors", attention_paths, model, others, graph)

@@ -4,29 +4,14 @@ import pytest
 import torch
 
 from swd_lens.analysis.graph import unit_graph
-from swd_lens.hosts import host_of
 from swd_lens.train.baselines import svd
-from tests.analysis.graph_checks import (
-    APART,
-    HOSTS,
-    TOKENS,
-    all_units,
-    check_edges,
-    nudged,
-    random_factors,
-    sites_by_name,
-    weights_of,
-)
-from tests.micro import toy_model
+from tests.analysis.graph_checks import APART, FROZEN, HOSTS, TOKENS, all_units, check_edges, drawn, nudged, weights_of
 
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", HOSTS)
 def test_every_edge_is_what_a_nudge_does(name):
-    model = toy_model(**HOSTS[name])
-    kinds = (*APART, "mlp_gate") if name == "gated" else APART
-    factors = random_factors(model, *kinds)
-    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None)
+    model, factors, graph = drawn((*APART, "mlp_gate") if name == "gated" else APART, name, **FROZEN)
 
     def count(source: tuple[str, int, int], target: str) -> int:
         return check_edges(model, factors, graph, source, target)
@@ -49,18 +34,15 @@ def test_every_edge_is_what_a_nudge_does(name):
 
 @pytest.mark.parametrize("name", ["LN", "grouped"])
 def test_packed_values(name):
-    model = toy_model(**HOSTS[name])
-    factors = random_factors(model, "attn_qkv", "attn_o", "mlp_out")  # mlp_out: held, or a nudge would go through it, too
-    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None)
+    kinds = ("attn_qkv", "attn_o", "mlp_out")  # mlp_out: held, or a nudge would go through it, too
+    model, factors, graph = drawn(kinds, name, **FROZEN)
     assert check_edges(model, factors, graph, ("blocks.0.attn_qkv", 1, 1), "blocks.0.attn_o") == 20
     assert check_edges(model, factors, graph, ("blocks.0.attn_o", 1, 1), "blocks.1.attn_qkv") == 5
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_paths_through_matrices_that_have_no_units(gated):
-    model = toy_model(**({"gated_mlp": True, "act_fn": "silu"} if gated else {}))
-    factors = random_factors(model, "attn_o", "mlp_out")
-    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None)
+@pytest.mark.parametrize("name", ["LN", "gated"])
+def test_paths_through_matrices_that_have_no_units(name):
+    model, factors, graph = drawn(("attn_o", "mlp_out"), name, **FROZEN)
     assert check_edges(model, factors, graph, ("blocks.0.mlp_out", 1, 3), "blocks.1.mlp_out") == 5
     assert check_edges(model, factors, graph, ("blocks.0.attn_o", 1, 3), "blocks.0.mlp_out") == 5
     assert check_edges(model, factors, graph, ("blocks.0.mlp_out", 1, 3), "blocks.1.attn_o") == 10
@@ -68,10 +50,7 @@ def test_paths_through_matrices_that_have_no_units(gated):
 
 def test_a_path_through_a_replaced_site_runs_through_its_product():
     # mlp_in and attn_v are attached but none of their units is drawn, so they must not be held.
-    model = toy_model()
-    factors = random_factors(model, *APART)
-    drawn = [unit for unit in all_units(factors) if unit[0].endswith(("attn_o", "mlp_out"))]
-    graph = unit_graph(model, factors, drawn, prompt=TOKENS, attention="frozen", keep=None)
+    model, factors, graph = drawn(units=["attn_o", "mlp_out"], **FROZEN)
     products = {site: f for site, f in factors.items() if site.endswith(("attn_o", "mlp_out"))}
     with torch.no_grad():
         for layer, block in enumerate(model.blocks):
@@ -84,9 +63,7 @@ def test_a_path_through_a_replaced_site_runs_through_its_product():
 
 
 def test_weights_to_the_answers():
-    model = toy_model()
-    factors = random_factors(model, *APART)
-    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, answers=[4, 9], keep=None)
+    model, factors, graph = drawn(prompt=TOKENS, answers=[4, 9], keep=None)
     for site in ("blocks.0.attn_o", "blocks.1.mlp_out"):
         change = nudged(model, factors, (site, 2, 4), "logits", 0.05)
         for token in (4, 9):
@@ -97,16 +74,9 @@ def test_contributions_of_everything_add_up_to_z(default_model):
     """On the embedded model, all sites replaced: tokens, all earlier units and biases make every residual reader's z."""
     model = default_model
     factors = svd(model, "all")
-    graph = unit_graph(
-        model,
-        factors,
-        all_units(dict(factors)),
-        prompt="The war lasted from the year 1743 to the year 17",
-        isolated=True,
-        keep=50,
-    )
+    prompt = "The war lasted from the year 1743 to the year 17"
+    graph = unit_graph(model, factors, all_units(dict(factors)), prompt=prompt, isolated=True, keep=50)
     rest = graph.nodes.set_index("node")
-    host, sites = host_of(model), sites_by_name(model)
     last = int(graph.nodes["position"].max())
     _, cache = model.run_with_cache(torch.tensor(graph.settings["token_ids"])[None])
     checked = 0
@@ -120,8 +90,6 @@ def test_contributions_of_everything_add_up_to_z(default_model):
                 constant = (bias - bias.mean()) * norm.w / cache[f"blocks.{layer}.{scale}.hook_scale"][0, -1]
             name = f"blocks.{layer}.{kind}"
             expected = ((constant + norm.b) @ factors[name].read).detach()
-            affine = host.affine(sites[name])
-            assert affine is not None and affine.shift is not None
             for unit in range(factors[name].n_units):
                 row = rest.loc[f"{name}/{unit}@{last}"]
                 assert row["rest"] == pytest.approx(float(expected[unit]), abs=1e-4 * max(1.0, abs(row["activation"])))
@@ -130,9 +98,7 @@ def test_contributions_of_everything_add_up_to_z(default_model):
 
 
 def test_frozen_attention_explains_attn_o_exactly():
-    model = toy_model()
-    factors = random_factors(model, "attn_v", "attn_o")
-    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None, isolated=True)
+    model, factors, graph = drawn(("attn_v", "attn_o"), isolated=True, **FROZEN)
     for layer, block in enumerate(model.blocks):
         expected = block.attn.b_V.flatten().detach() @ factors[f"blocks.{layer}.attn_o"].read  # patterns sum to one
         for unit in range(5):

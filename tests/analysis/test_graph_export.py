@@ -10,6 +10,7 @@ import pytest
 from swd_lens.analysis.graph import UnitGraph
 from tests.analysis.graph_checks import PROMPTS, TOKENS, exported_json, toy_graph
 from tests.analysis.viewer_rules import check_drawn, check_neuronpedia, circuit_tracer_row, neuronpedia_row, unpaired
+from tests.refusals import refuses
 
 
 @pytest.mark.parametrize("settings", PROMPTS)
@@ -46,20 +47,15 @@ def test_a_folder_lists_its_graphs_and_keeps_what_others_wrote(tmp_path: Path) -
         assert json.loads(file.read_text())["index"] == unpaired(node["feature"])[1]
     pd.testing.assert_frame_equal(UnitGraph.load(tmp_path / "one.json").edges, graph.edges)
     (tmp_path / "graph-metadata.json").write_text("{")
-    with pytest.raises(ValueError, match=r"graph-metadata\.json is not a list of graphs, or damaged"):
-        graph.export(tmp_path)
+    refuses(ValueError, r"graph-metadata\.json is not a list of graphs, or damaged", graph.export, tmp_path)
 
 
 def test_names_that_frontends_refuse(tmp_path: Path) -> None:
     graph = toy_graph(prompt=TOKENS)
-    with pytest.raises(ValueError, match="slug='a b'"):
-        graph.export(tmp_path, slug="a b")
-    with pytest.raises(ValueError, match=r"slug='\.\./x'"):
-        graph.to_json(tmp_path / "x.json", slug="../x")
-    with pytest.raises(ValueError, match="scan='org/model'"):
-        graph.export(tmp_path, target="neuronpedia", scan="org/model")
-    with pytest.raises(ValueError, match="target"):
-        graph.export(tmp_path, target="elsewhere")
+    refuses(ValueError, "slug='a b'", graph.export, tmp_path, slug="a b")
+    refuses(ValueError, r"slug='\.\./x'", graph.to_json, tmp_path / "x.json", slug="../x")
+    refuses(ValueError, "scan='org/model'", graph.export, tmp_path, target="neuronpedia", scan="org/model")
+    refuses(ValueError, "target", graph.export, tmp_path, target="elsewhere")
     assert not list(tmp_path.iterdir())
     # A host's own name is made to fit.
     graph = UnitGraph(graph.nodes, graph.edges, {**graph.settings, "model": "HuggingFaceTB/SmolLM2-135M"})
@@ -73,8 +69,7 @@ def test_a_graph_takes_no_place_of_a_file_of_ours(slug: str, tmp_path: Path) -> 
     graph = toy_graph(prompt=TOKENS)
     graph.export(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
-    with pytest.raises(ValueError, match=f"slug '{slug}'"):
-        graph.export(tmp_path, slug=slug)
+    refuses(ValueError, f"slug '{slug}'", graph.export, tmp_path, slug=slug)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
 
 

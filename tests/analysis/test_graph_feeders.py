@@ -2,15 +2,12 @@
 
 import pytest
 
-from swd_lens.analysis.graph import feeders, unit_graph
-from tests.analysis.graph_checks import APART, TOKENS, all_units, random_factors, weights_of
-from tests.micro import toy_model
+from swd_lens.analysis.graph import feeders
+from tests.analysis.graph_checks import FROZEN, TOKENS, drawn, weights_of
 
 
 def test_feeders_of_a_unit_are_the_edges_into_it_and_add_up_to_z():
-    model = toy_model()
-    factors = random_factors(model, *APART)
-    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None, isolated=True)
+    model, factors, graph = drawn(isolated=True, **FROZEN)
     nodes, last = graph.nodes.set_index("node"), len(TOKENS) - 1
     for site, index in (("blocks.1.mlp_in", 2), ("blocks.1.attn_o", 1), ("blocks.1.mlp_out", 3), ("blocks.1.attn_v", 0)):
         fed, unit = feeders(model, factors, (site, index), prompt=TOKENS, n=None), f"{site}/{index}@{last}"
@@ -27,10 +24,8 @@ def test_feeders_of_a_unit_are_the_edges_into_it_and_add_up_to_z():
 
 
 def test_feeders_without_a_prompt_are_weights():
-    model = toy_model()
-    factors = random_factors(model, "attn_o", "mlp_in")
-    fed = feeders(model, factors, "blocks.1.mlp_in/2", n=None)
-    weight = weights_of(unit_graph(model, factors, all_units(factors), keep=None))
+    model, factors, graph = drawn(("attn_o", "mlp_in"), keep=None)
+    fed, weight = feeders(model, factors, "blocks.1.mlp_in/2", n=None), weights_of(graph)
     assert fed.columns.tolist() == ["rank", "source", "kind", "weight"] and len(fed) == 10
     for source, w in zip(fed["source"], fed["weight"], strict=True):
         assert w == pytest.approx(weight[source, "blocks.1.mlp_in/2"], rel=1e-5)
@@ -38,5 +33,3 @@ def test_feeders_without_a_prompt_are_weights():
         feeders(model, factors, "blocks.1.attn_o/0")
     with pytest.raises(ValueError, match=r"blocks\.1\.mlp_in/5 is not among"):
         feeders(model, factors, "blocks.1.mlp_in/5", prompt=TOKENS)
-    with pytest.raises(ValueError, match="n must be a whole number"):
-        feeders(model, factors, "blocks.1.mlp_in/1", n=0)

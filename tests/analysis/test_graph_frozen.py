@@ -8,15 +8,14 @@ from swd_lens.analysis.graph import replays, unit_graph
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
-from tests.analysis.graph_checks import APART, HOSTS, TOKENS, all_units, nudged, random_factors, weights_of
+from tests.analysis.graph_checks import FROZEN, HOSTS, TOKENS, all_units, drawn, nudged, random_factors, weights_of
 from tests.micro import toy_model
 
 
 @pytest.mark.parametrize("name", ["LN", "RMS", "parallel"])
 def test_without_a_prompt_a_weight_is_a_nudge_at_scale_one(name):
-    model = toy_model(**HOSTS[name])
-    factors = random_factors(model, *APART)
-    weights = weights_of(unit_graph(model, factors, all_units(factors), keep=None, answers=[2]))
+    model, factors, graph = drawn(host=name, keep=None, answers=[2])
+    weights = weights_of(graph)
     change = nudged(model, factors, ("blocks.0.attn_o", 1, 2), "blocks.1.mlp_in", 0.05, scale_one=True)[2]
     for unit in range(5):
         assert weights["blocks.0.attn_o/1", f"blocks.1.mlp_in/{unit}"] == pytest.approx(float(change[unit]), abs=1e-4)
@@ -26,9 +25,8 @@ def test_without_a_prompt_a_weight_is_a_nudge_at_scale_one(name):
 
 
 def test_average_scale_and_cosine():
-    model = toy_model()
-    factors = random_factors(model, "mlp_out", "mlp_in")
-    plain = weights_of(unit_graph(model, factors, all_units(factors), keep=None))
+    model, factors, graph = drawn(("mlp_out", "mlp_in"), keep=None)
+    plain = weights_of(graph)
     key = ("blocks.0.mlp_out/1", "blocks.1.mlp_in/2")
     _, cache = model.run_with_cache(torch.tensor([TOKENS, TOKENS[::-1]]))
     inverse = (1 / cache["blocks.1.ln2.hook_scale"]).mean()
@@ -45,9 +43,7 @@ def test_answers_of_capped_logits_are_those_before_the_cap():
     """A tanh on the logits changes no edge; probabilities are those behind it."""
     plain, capped = toy_model(), toy_model(output_logits_soft_cap=5.0)
     factors = random_factors(plain, "attn_o", "mlp_in", "mlp_out")
-    graphs = [
-        unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None) for model in (plain, capped)
-    ]
+    graphs = [unit_graph(model, factors, all_units(factors), **FROZEN) for model in (plain, capped)]
     assert graphs[1].settings["logits"] == "before the soft cap of 5" and "logits" not in graphs[0].settings
     edges, nodes = ([getattr(graph, part) for graph in graphs] for part in ("edges", "nodes"))
     edges = [table.set_index(["source", "target"]).sort_index()[["weight", "contribution"]] for table in edges]

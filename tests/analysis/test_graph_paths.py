@@ -5,10 +5,8 @@ import re
 
 import pytest
 
-from swd_lens.analysis.graph import plot_unit_paths, unit_graph
+from swd_lens.analysis.graph import plot_unit_paths
 from swd_lens.circuits import attribute
-from swd_lens.tasks import load_task
-from swd_lens.train.baselines import svd
 from tests.analysis.graph_checks import random_factors
 from tests.micro import random_split, toy_model
 
@@ -35,7 +33,6 @@ def test_paths_that_cannot_be_drawn():
     for match, settings in {
         "no units of mlp_out in layer 7": {"layers": [7]},
         "layers is empty": {"layers": []},
-        "per_layer must be": {"per_layer": 0},
         "do not write to the residual stream": {"kind": "mlp_in"},
         "none of these scores is of a site attn_o": {"kind": "attn_o"},
         "no such unit": {"labels": {"blocks.0.mlp_out/99": "x"}},
@@ -44,15 +41,3 @@ def test_paths_that_cannot_be_drawn():
             plot_unit_paths(model, factors, scores, **settings)
     with pytest.raises(ValueError, match="attribute these factors first"):
         plot_unit_paths(model, random_factors(model, "mlp_out", n_units=6), scores)
-
-
-def test_the_embedded_model_in_one_call_each(default_model):
-    factors = svd(default_model, "mlp_out")
-    task = load_task("greater_than", default_model, n_train=8, n_test=8)
-    scores = attribute(default_model, factors, task.train)
-    assert len(plot_unit_paths(default_model, factors, scores).axes[0].texts) > 12
-    graph = unit_graph(default_model, factors, scores.ranking()[:20], prompt=task.train.examples[0].prompt)
-    assert set(graph.edges["kind"]) == {"residual", "mlp"}
-    assert list(graph.nodes["kind"].tail(3)) == ["logit"] * 3
-    last = graph.nodes.set_index("node").loc[f"token@{len(graph.settings['token_ids']) - 1}", "label"]
-    assert last == graph.settings["tokens"][-1]

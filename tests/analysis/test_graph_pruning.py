@@ -4,14 +4,12 @@ import pytest
 
 from swd_lens.analysis.graph import feeders, unit_graph
 from swd_lens.units.factors import Factors
-from tests.analysis.graph_checks import APART, TOKENS, all_units, random_factors
+from tests.analysis.graph_checks import TOKENS, all_units, drawn, random_factors
 from tests.micro import toy_model
 
 
 def test_a_graph_of_targets_leads_to_them_alone():
-    model = toy_model()
-    factors = random_factors(model, *APART)
-    graph = unit_graph(model, factors, targets="blocks.1.mlp_in/2", prompt=TOKENS, keep=None)
+    model, factors, graph = drawn(units="all", targets="blocks.1.mlp_in/2", prompt=TOKENS, keep=None)
     target = f"blocks.1.mlp_in/2@{len(TOKENS) - 1}"
     followed = {target}
     for _ in range(12):
@@ -28,10 +26,8 @@ def test_a_graph_of_targets_leads_to_them_alone():
 
 
 def test_pruning_keeps_the_strongest_and_says_so():
-    model = toy_model()
-    factors = random_factors(model, *APART)
+    model, factors, everything = drawn(keep=None)
     units = all_units(factors)
-    everything = unit_graph(model, factors, units, keep=None)
     ten = unit_graph(model, factors, units, keep=10)
     assert list(ten.edges["source"]) == list(everything.edges["source"].head(10))
     assert ten.edges["strength"].is_monotonic_decreasing and ten.settings["keep"] == 10
@@ -62,9 +58,7 @@ def test_of_equal_edges_no_more_are_kept_than_asked_for():
 
 def test_influence_is_shared_out():
     """Shares of the answers, the one at the top, and everything below it holds no more than the whole."""
-    model = toy_model()
-    factors = random_factors(model, "attn_o", "mlp_out", "mlp_in")
-    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, answers=[3], keep=None)
+    _, _, graph = drawn(("attn_o", "mlp_out", "mlp_in"), prompt=TOKENS, answers=[3], keep=None)
     influence = graph.nodes.set_index("node")["influence"]
     assert influence["logit 3"] == 1.0
     assert 0 < influence["token@4"] <= 1.0

@@ -8,16 +8,14 @@ import torch
 
 import swd_lens as swd
 from swd_lens.analysis.graph import Replays, replays, unit_graph
-from tests.analysis.graph_checks import TOKENS, all_units, random_factors, set_hooks, shown_values
-from tests.micro import toy_model
+from tests.analysis.graph_checks import TOKENS, all_units, drawn, random_factors, set_hooks, shown_values
+from tests.refusals import refuses
 
 FEW = ("attn_v", "attn_o", "mlp_out")  # queries, keys and MLP inputs stay dense
 
 
-def test_true_changes_are_those_of_real_forwards_and_the_host_is_left_as_it_was() -> None:
-    model = toy_model()
-    factors = random_factors(model, *FEW)
-    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", answers=3)
+def test_true_changes_are_those_of_real_forwards_and_the_host_is_left_as_it_was(tmp_path: Path) -> None:
+    model, factors, graph = drawn(FEW, prompt=TOKENS, attention="frozen", answers=3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     logits = model(torch.tensor([TOKENS]))
     found = replays(model, factors, graph, strengths=(0.0, 0.5, 3.0))
@@ -36,6 +34,11 @@ def test_true_changes_are_those_of_real_forwards_and_the_host_is_left_as_it_was(
     rows = [i for i, node in enumerate(found.nodes) if node.startswith("blocks.1.")]
     late = replays(model, factors, graph, [found.nodes[i] for i in rows], found.strengths)
     assert len(rows) > 3 and torch.allclose(late.changes, found.changes[rows], atol=2e-5)
+    found.save(tmp_path / "replays.json")
+    again = Replays.load(tmp_path / "replays.json")
+    assert again.nodes == found.nodes and torch.equal(again.effects, found.effects)
+    assert torch.equal(again.changes, found.changes) and again.strengths == found.strengths
+    assert "Replays(" in repr(found) and "logit" in found._repr_html_()
 
 
 def test_a_graph_of_the_last_position(default_model: Any) -> None:
@@ -50,35 +53,16 @@ def test_a_graph_of_the_last_position(default_model: Any) -> None:
     assert own["true"].tolist() == pytest.approx(own["frozen"].tolist(), rel=1e-4)
 
 
-def test_replays_go_to_a_file_and_back_and_show_themselves(tmp_path: Path) -> None:
-    model = toy_model()
-    factors = random_factors(model, *FEW)
-    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", answers=1)
-    found = replays(model, factors, graph, strengths=(0.0,))
-    found.save(tmp_path / "replays.json")
-    again = Replays.load(tmp_path / "replays.json")
-    assert again.nodes == found.nodes and torch.equal(again.effects, found.effects)
-    assert torch.equal(again.changes, found.changes) and again.strengths == (0.0,)
-    assert "Replays(" in repr(found) and "logit" in found._repr_html_()
-
-
 def test_what_cannot_be_replayed_is_refused() -> None:
-    model = toy_model()
-    factors = random_factors(model, *FEW)
-    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", answers=1)
+    model, factors, graph = drawn(FEW, prompt=TOKENS, attention="frozen", answers=1)
     with pytest.raises(ValueError, match="this graph has none"):
         replays(model, factors, unit_graph(model, factors, all_units(factors), answers=[1]))
-    with pytest.raises(ValueError, match="does not draw"):
-        replays(model, factors, graph, "blocks.0.mlp_out/4@77")
-    with pytest.raises(ValueError, match="got nan"):
-        replays(model, factors, graph, strengths=(float("nan"),))
-    with pytest.raises(ValueError, match="other factors"):
-        replays(model, random_factors(model, "mlp_out"), graph)
+    refuses(ValueError, "does not draw", replays, model, factors, graph, "blocks.0.mlp_out/4@77")
+    refuses(ValueError, "got nan", replays, model, factors, graph, strengths=(float("nan"),))
+    refuses(ValueError, "other factors", replays, model, random_factors(model, "mlp_out"), graph)
     graph.settings["task_prompts"] = 5  # pyright: ignore[reportIndexIssue]
-    with pytest.raises(ValueError, match="mean of 5 prompts"):
-        replays(model, factors, graph)
+    refuses(ValueError, "mean of 5 prompts", replays, model, factors, graph)
     del graph.settings["task_prompts"]  # pyright: ignore[reportIndexIssue]
     with torch.no_grad():
         model.embed.W_E.add_(torch.randn(model.embed.W_E.shape, generator=torch.Generator().manual_seed(1)))
-    with pytest.raises(ValueError, match="another model, or other hooks"):
-        replays(model, factors, graph)
+    refuses(ValueError, "another model, or other hooks", replays, model, factors, graph)

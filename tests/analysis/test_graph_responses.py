@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from swd_lens.analysis.graph import replays, unit_graph
-from tests.analysis.graph_checks import APART, HOSTS, TOKENS, all_units, held_hooks, random_factors, set_hooks, shown_values
+from tests.analysis.graph_checks import (
+    APART,
+    FROZEN,
+    HOSTS,
+    all_units,
+    drawn,
+    held_hooks,
+    random_factors,
+    set_hooks,
+    shown_values,
+)
 from tests.micro import toy_model
 
 FEW = ("attn_v", "attn_o", "mlp_out")  # queries, keys and MLP inputs stay dense
@@ -17,8 +27,8 @@ def test_the_prediction_is_a_run_with_norms_patterns_and_slopes_held(name: str, 
     model = toy_model(**HOSTS[name])
     factors = random_factors(model, *sites, *(("mlp_gate",) if name == "gated" and sites == APART else ()))
     # Two of five units of every site are drawn: the others, and dense matrices, are paths all the same.
-    drawn = [unit for unit in all_units(factors) if unit[1] < 2]
-    graph = unit_graph(model, factors, drawn, prompt=TOKENS, attention="frozen", answers=2, keep=None, isolated=True)
+    units = [unit for unit in all_units(factors) if unit[1] < 2]
+    graph = unit_graph(model, factors, units, answers=2, isolated=True, **FROZEN)
     nodes = list(graph.nodes["node"])
     clamped = [n for n in nodes if n.startswith("blocks.0.") and n.endswith(("/1@1", "/0@4"))]
     found = replays(model, factors, graph, clamped, (0.0, 2.0))
@@ -36,9 +46,7 @@ def test_the_prediction_is_a_run_with_norms_patterns_and_slopes_held(name: str, 
 
 @pytest.mark.parametrize("name", ["LN", "grouped"])
 def test_packed_queries_keys_and_values(name: str) -> None:
-    model = toy_model(**HOSTS[name])
-    factors = random_factors(model, "attn_qkv", "attn_o", "mlp_out")
-    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None, isolated=True)
+    model, factors, graph = drawn(("attn_qkv", "attn_o", "mlp_out"), name, isolated=True, **FROZEN)
     found = replays(model, factors, graph, ["blocks.0.attn_qkv/1@2", "blocks.0.attn_o/3@4"], (0.0,))
     held = held_hooks(model, factors)
     clean = shown_values(model, factors, graph, held)
@@ -49,9 +57,7 @@ def test_packed_queries_keys_and_values(name: str) -> None:
 
 def test_where_every_site_is_drawn_the_graphs_own_edges_say_the_same() -> None:
     """All paths are then edges: effects are the sum over all paths of products of weights."""
-    model = toy_model()
-    factors = random_factors(model, *APART)
-    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None, isolated=True)
+    model, factors, graph = drawn(isolated=True, **FROZEN)
     found = replays(model, factors, graph, strengths=())
     names = {name: i for i, name in enumerate(graph.nodes["node"])}
     weight = torch.zeros(len(names), len(names))

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from swd_lens import baselines
 from swd_lens.analysis.interactions import difference, unit_interactions
 from swd_lens.units import attach
 from tests.analysis.interaction_checks import ACTIVATIONS, TOKENS, check, sparse_factors
@@ -23,7 +22,7 @@ def test_it_is_the_papers_definition(act_fn, density):
     with attach(model, factors), torch.no_grad():
         _, cache = model.run_with_cache(TOKENS)
     check(found, ACTIVATIONS[act_fn], cache, 1, factors[SITE], model.blocks[1].mlp.W_out, "mlp_in")
-    assert found.n_pairs == 28 and found.settings["tokens"] == 35
+    assert found.n_pairs == 28 and found.settings["tokens"] == 35 and found.settings["attached"] == list(factors)
 
 
 def test_in_a_gated_mlp_the_gates_units_are_taken_out_and_the_other_branch_is_held():
@@ -78,9 +77,3 @@ def test_gate_x_up_wants_factors_of_both_and_one_layer():
         unit_interactions(model, factors, [GATE, SITE], TOKENS, progress=False)
     with pytest.raises(ValueError, match="names 2 sites"):
         unit_interactions(model, factors, [GATE, "blocks.0.mlp_in"], TOKENS, progress=False)
-
-
-def test_the_site_may_be_attached_with_other_baselines():
-    model = toy_model()
-    found = unit_interactions(model, baselines.svd(model, SITE), SITE, TOKENS, top=4, progress=False)
-    assert len(found.units) == 4 and found.settings["attached"] == [SITE]

@@ -12,6 +12,7 @@ from swd_lens.units import attach
 from swd_lens.units.factors import Factors
 from tests.analysis.interaction_checks import sparse_factors
 from tests.micro import random_tokens, toy_model
+from tests.refusals import refuses
 
 SITE = "blocks.1.mlp_out"
 TOKENS = random_tokens(5, 7)
@@ -28,7 +29,8 @@ def z_of(model, factors, site) -> torch.Tensor:
 def test_all_three_measures_are_their_definitions(site):
     model = toy_model()
     factors = {site: sparse_factors(model, site)}
-    found = unit_overlap(model, factors, site, TOKENS, batch_size=2, progress=False)
+    stream = TokenStream(lambda: iter(TOKENS), len(TOKENS))
+    found = unit_overlap(model, factors, site, stream, batch_size=2, progress=False)
     z, write = z_of(model, factors, site), factors[site].write.double()
     torch.testing.assert_close(found.read_correlation, torch.corrcoef(z.T), rtol=1e-5, atol=1e-6)
     # The whole contributions, centred and flattened over tokens and coordinates.
@@ -85,31 +87,13 @@ def test_a_large_mean_does_not_eat_the_variance():
     torch.testing.assert_close(moved.read_correlation, found.read_correlation, rtol=0, atol=5e-3)
 
 
-def test_a_stream_gives_the_same_as_its_rows():
-    model = toy_model()
-    factors = {SITE: sparse_factors(model, SITE)}
-    held = unit_overlap(model, factors, SITE, TOKENS, batch_size=2, progress=False)
-    stream = TokenStream(lambda: iter(TOKENS), len(TOKENS))
-    streamed = unit_overlap(model, factors, SITE, stream, batch_size=2, progress=False)
-    assert torch.equal(held.read_correlation, streamed.read_correlation) and held.settings == streamed.settings
-
-
 def test_errors_say_what_to_do():
     model = toy_model()
     factors = {SITE: sparse_factors(model, SITE)}
-    with pytest.raises(TokenError, match="got 1 token; a correlation needs at least 2 positions"):
-        unit_overlap(model, factors, SITE, [[3]])
-    with pytest.raises(ValueError, match="same z on all 2 tokens"):
-        # Two rows of the same single token.
-        unit_overlap(model, factors, SITE, [[3], [3]], progress=False)
+    refuses(TokenError, "got 1 token; a correlation needs at least 2 positions", unit_overlap, model, factors, SITE, [[3]])
+    refuses(ValueError, "same z on all 2 tokens", unit_overlap, model, factors, SITE, [[3], [3]], progress=False)
     with pytest.raises(ValueError, match=r"hold nothing for blocks\.0\.mlp_out"):
         unit_overlap(model, factors, "blocks.0.mlp_out", TOKENS, progress=False)
-    with pytest.raises(ValueError, match="shown must be"):
-        unit_overlap(model, factors, SITE, TOKENS, shown=1)
-    coder = {SITE: (lambda h: h.relu(), lambda z: z[..., :16])}
-    with pytest.raises((ValueError, TypeError)):
-        unit_overlap(model, coder, SITE, TOKENS, progress=False)
     broken = Factors(torch.full((32, 2), 1e38), torch.ones(2, 16))
-    with pytest.raises(ValueError, match="not finite"):
-        unit_overlap(model, {SITE: broken}, SITE, TOKENS, progress=False)
+    refuses(ValueError, "not finite", unit_overlap, model, {SITE: broken}, SITE, TOKENS, progress=False)
     assert not host_of(model).is_swapped(host_of(model).sites()[-1])

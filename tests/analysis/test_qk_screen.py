@@ -1,5 +1,7 @@
 """The static screen: coefficients by hand, which units are kept, where the position enters, and what is refused."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,12 +9,14 @@ import torch
 from swd_lens.analysis.qk import plot_attention_fidelity, qk_screen
 from swd_lens.base.errors import QKError, UnsupportedHostError
 from swd_lens.base.figures import svg
+from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.hosts import host_of
 from swd_lens.hosts.attention import heads_of, rotations
 from swd_lens.units.factors import Factors
 from tests import families
 from tests.analysis.qk_checks import random_factors
 from tests.micro import micro_model, random_tokens, toy_model
+from tests.refusals import refuses
 
 
 def test_coefficients_by_hand():
@@ -87,18 +91,7 @@ def test_the_weight_of_a_norm_is_in_the_coefficients():
     assert torch.allclose(screen.gamma[0, 1], expected, atol=1e-5)
 
 
-def test_a_screen_shows_itself():
-    model = toy_model()
-    screen = qk_screen(model, random_factors(model))
-    assert "2 layers x 2 heads, 4 with units, top 9 per side" in repr(screen)
-    assert len(screen.table(per_head=3)) == 12 and "<svg" in screen._repr_html_()
-    assert "largest |γ|" in svg(screen.plot()) and "distance" not in svg(screen.plot())
-    assert {"model", "sites", "positions", "top", "distance", "version"} <= screen.settings.keys()
-
-
 def test_attention_fidelity_is_drawn_by_layer():
-    from swd_lens.circuits.fidelity import Fidelity
-
     errors = {"blocks.0.attn_qkv": 0.01, "blocks.1.attn_qkv": 0.02, "blocks.1.attn_o": 0.05, "blocks.0.mlp_in": 0.5}
     figure = plot_attention_fidelity(Fidelity(1.0, 1.0, 0.0, 1.0, errors, 10))
     lines = {line.get_label(): np.asarray(line.get_ydata()).tolist() for line in figure.axes[0].lines}
@@ -112,35 +105,15 @@ def test_attention_fidelity_is_drawn_by_layer():
         plot_attention_fidelity(Fidelity(1.0, 1.0, 0.0, 1.0, {"blocks.0.mlp_in": 0.5}, 10))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"top": 0}, "top must be"), ({"distance": 32}, "from 0 to 31, got 32"), ({"distance": -1}, "got -1")],
-)
-def test_numbers_out_of_range_are_refused(options, message):
-    model = toy_model()
-    with pytest.raises(QKError, match=message):
-        qk_screen(model, random_factors(model), **options)
-    with pytest.raises(QKError, match="per_head must be"):
-        qk_screen(model, random_factors(model)).pairs(0)
-
-
 def test_hosts_and_units_without_such_scores_are_refused():
     both_ways = toy_model(attention_dir="bidirectional")
-    with pytest.raises(UnsupportedHostError, match="attends both ways"):
-        qk_screen(both_ways, random_factors(both_ways))
+    refuses(UnsupportedHostError, "attends both ways", qk_screen, both_ways, random_factors(both_ways))
     sinks = toy_model(use_attention_sinks=True)
-    with pytest.raises(UnsupportedHostError, match=r"blocks\.0\.attn has attention sinks"):
-        qk_screen(sinks, random_factors(sinks))
+    refuses(UnsupportedHostError, r"blocks\.0\.attn has attention sinks", qk_screen, sinks, random_factors(sinks))
 
-    class Coder:
-        def encode(self, h: torch.Tensor) -> torch.Tensor:
-            return h
-
-        def decode(self, z: torch.Tensor) -> torch.Tensor:
-            return z.repeat(1, 1, 3)
-
-    with pytest.raises(UnsupportedHostError, match="must be read and write factors"):
-        qk_screen(toy_model(), {"blocks.0.attn_qkv": Coder()})
+    coder = SimpleNamespace(encode=abs, decode=lambda z: z.repeat(1, 1, 3))
+    refuses(UnsupportedHostError, "must be read and write factors", qk_screen, toy_model(), {"blocks.0.attn_qkv": coder})
+    refuses(QKError, "from 0 to 31, got 32", qk_screen, toy_model(), random_factors(toy_model()), distance=32)
 
 
 def rescaled(factors, site, unit, by):
@@ -182,6 +155,7 @@ def test_a_units_scale_changes_the_static_screen_and_not_the_one_with_text():
     assert torch.equal(one.q_units, other.q_units) and torch.equal(one.k_units, other.k_units)
     torch.testing.assert_close(one.sizes, other.sizes, rtol=1e-4, atol=1e-6)
     assert [str(p) for p in one.pairs(2)] == [str(p) for p in other.pairs(2)]
-    assert "rms" in svg(one.plot())
+    assert "rms" in svg(one.plot()) and "2 layers x 2 heads, 4 with units, top 4 per side" in repr(one)
+    assert len(one.table(per_head=3)) == 12 and "<svg" in one._repr_html_()
     static = [qk_screen(model, each, top=4) for each in (factors, scaled)]
     assert not torch.equal(static[0].q_units, static[1].q_units) or not torch.equal(*(s.k_units for s in static))

@@ -10,6 +10,7 @@ import swd_lens as swd
 from swd_lens.analysis.graph import unit_graph
 from tests.analysis.graph_checks import all_units
 from tests.analysis.graph_pages import Paths, large_graph, page_data, small_graph
+from tests.refusals import refuses
 
 
 def test_numbers_add_up_in_the_page_as_in_the_graph() -> None:
@@ -71,9 +72,6 @@ def test_what_belongs_to_other_graphs_is_refused() -> None:
     graph = large_graph(20, 60)
     with pytest.raises(ValueError, match=r"these groups are of another graph: 1 of their nodes .* such as nothing"):
         graph.show(groups={"a": ["nothing"]})
-    with pytest.raises(TypeError, match="an Audit, or cards"):
-        graph.show(audit=[1])
-    with pytest.raises(TypeError, match="is a float"):
-        graph.show(labels={f"{graph.nodes['site'].iloc[16]}/{graph.nodes['unit'].iloc[16]}": 1.0})
-    with pytest.raises(TypeError, match="beside"):
-        graph.show(beside=graph.nodes)  # pyright: ignore[reportArgumentType]
+    refuses(TypeError, "an Audit, or cards", graph.show, audit=[1])
+    refuses(TypeError, "beside", graph.show, beside=graph.nodes)
+    refuses(TypeError, "is a float", graph.show, labels={f"{graph.nodes['site'].iloc[16]}/{graph.nodes['unit'].iloc[16]}": 1.0})

@@ -8,7 +8,7 @@ import pytest
 
 import swd_lens as swd
 from swd_lens import cli
-from tests.cli.commands import FEW, PROMPTS, SMALL, run
+from tests.cli.commands import FEW, PROMPTS, SMALL, refused, run, words
 
 TEXT = ["--heldout-tokens", "1024"]
 
@@ -24,13 +24,10 @@ def whole(tmp_path_factory):
 
 @pytest.mark.slow
 def test_finished_and_tuned_factors_are_compared_without_solving(tmp_path, whole, monkeypatch, default_model):
-    def solved(*_, **__):
-        raise AssertionError("something was factorized")
-
-    monkeypatch.setattr(sys.modules["swd_lens.study.run_study"], "factorize", solved)
+    module = sys.modules["swd_lens.study.run_study"]
+    monkeypatch.setattr(module, "factorize", lambda *_, **__: pytest.fail("something was factorized"))
     given = ["--factors", whole, "--factors", whole / "factors"]
-    refused = run("circuit", *given[2:], *given[2:], "--task", "ioi", "--out", tmp_path / "x")
-    assert refused.exit_code == 1 and "rename one of them" in " ".join(refused.stderr.split())
+    refused("rename one of them", "circuit", *given[2:], *given[2:], "--task", "ioi", out=tmp_path / "x")
     modes = ["--controls", "svd", "--ablation", "mean", "--ablation", "zero", "--positions", "scoring", "--positions", "all"]
     result = run("circuit", *given, "--task", "ioi", *TEXT, *PROMPTS, *modes, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
@@ -59,15 +56,10 @@ def test_factors_beside_new_ones_and_random_b_seeds(tmp_path, whole):
 
 
 def test_factors_of_another_model_are_refused_before_any_text_is_read(tmp_path, whole, gpt2_folder):
-    other = ["--model", gpt2_folder, "--text", tmp_path / "missing.txt", "--task", "ioi", "--out", tmp_path / "x"]
-    result = run("circuit", "--factors", whole, *other)
-    said = " ".join(result.stderr.split())
-    assert result.exit_code == 1 and "blocks.2.mlp_out" in said and "missing.txt" not in said
-    nothing = run("circuit", "--factors", tmp_path / "nothing", "--task", "ioi", "--out", tmp_path / "x")
-    assert nothing.exit_code == 1 and "nothing" in " ".join(nothing.stderr.split())
-    none = run("circuit", "--task", "ioi", "--out", tmp_path / "x")
-    assert none.exit_code == 1 and "--sites, finished factors (--factors), or both" in " ".join(none.stderr.split())
-    assert not (tmp_path / "x").exists()
+    other = ["--model", gpt2_folder, "--text", tmp_path / "missing.txt", "--task", "ioi"]
+    refused("blocks.2.mlp_out", "circuit", "--factors", whole, *other, out=tmp_path / "x")
+    refused("nothing", "circuit", "--factors", tmp_path / "nothing", "--task", "ioi", out=tmp_path / "x")
+    refused("--sites, finished factors (--factors), or both", "circuit", "--task", "ioi", out=tmp_path / "x")
 
 
 def test_circuit_in_bfloat16(tmp_path, gpt2_folder):
@@ -81,34 +73,7 @@ def test_circuit_in_bfloat16(tmp_path, gpt2_folder):
         (["--model", gpt2_folder, "--text", __file__, "--host", "hooked", "--device-map", "auto"], "it does not go with"),
         (["--device-map", "auto"], "the embedded one is small"),
     ):
-        refused = run("circuit", "--sites", "mlp_out", "--task", "ioi", "--out", tmp_path / "x", *placed)
-        assert refused.exit_code == 1 and message in " ".join(refused.stderr.split()), refused.output
-
-
-SMALLEST = ["--sites", "blocks.[23].mlp_out", "--task", "ioi", "-s", "0.5", "-s", "0.6", *SMALL, *PROMPTS]
-SMALLEST += ["--preset", "quick", "--controls", "svd,pruned"]
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """A run that nothing interrupted: its folder, and what it said."""
-    folder = tmp_path_factory.mktemp("alone")
-    result = run("circuit", "--out", folder, *SMALLEST)
-    assert result.exit_code == 0, result.output
-    return folder, result
-
-
-@pytest.mark.slow
-def test_every_step_is_numbered_and_memory_told(alone):
-    said = alone[1].stderr
-    numbers = [(int(i), int(n)) for i, n in re.findall(r"^ *\S+ (?:s|min)  (\d+)/(\d+) ", said, re.MULTILINE)]
-    assert numbers == [(i, 13) for i in range(1, 14)]
-    assert "none of these sites costs ioi a tenth of the margin" in said  # of the MLPs: names are copied by attention
-    (most, unit), (peak, peak_unit) = (
-        re.search(rf"{words} ([\d.]+) (MB|GB)", said).groups() for words in ("memory: at most", "peak memory")
-    )
-    megabytes = {"MB": 1, "GB": 1000}
-    assert float(most) * megabytes[unit] > 1 and float(peak) * megabytes[peak_unit] > 100
+        refused(message, "circuit", "--sites", "mlp_out", "--task", "ioi", *placed, out=tmp_path / "x")
 
 
 @pytest.mark.slow
@@ -133,6 +98,12 @@ def test_circuit_writes_report_numbers_and_factors(tmp_path, monkeypatch):
     screened = swd.Run.load(tmp_path).screen
     assert len(screened.sites) == 2 and list(screened.surfaces) == ["all mlp_out"]
     assert "The margin without a site or surface" in result.stderr
+    assert "none of these sites costs ioi a tenth of the margin" in result.stderr  # of the MLPs: names are copied by attention
+    numbers = [(int(i), int(n)) for i, n in re.findall(r"^ *\S+ (?:s|min)  (\d+)/(\d+) ", result.stderr, re.MULTILINE)]
+    assert len(numbers) > 12 and numbers == [(i + 1, len(numbers)) for i in range(len(numbers))]
+    for said, least in (("memory: at most", 1), ("peak memory", 100)):  # MB
+        size, unit = re.search(rf"{said} ([\d.]+) (MB|GB)", result.stderr).groups()
+        assert float(size) * {"MB": 1, "GB": 1000}[unit] > least
     assert "which matrices the tasks need" in (tmp_path / "report.html").read_text(encoding="utf-8")
     left = ["factors", "parts", "report.html", "run.json", "screen"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
@@ -145,8 +116,7 @@ def test_circuit_writes_report_numbers_and_factors(tmp_path, monkeypatch):
     assert {key for key in printed if values[key] != printed[key]} <= {"seconds", "fidelity"}
     rows = [[{**row, "seconds": 0} for row in of_run["fidelity"]] for of_run in (values, printed)]
     assert rows[0] == rows[1]
-    refused = run(*arguments, *SMALL, *prompts, "--outer-iterations", "5")
-    assert refused.exit_code == 1 and "--overwrite" in refused.stderr
+    refused("--overwrite", *arguments, *SMALL, *prompts, "--outer-iterations", "5")
 
 
 @pytest.mark.slow
@@ -162,9 +132,9 @@ def test_circuit_chooses_the_sites_that_the_tasks_need(tmp_path):
     # How many steps there are is known once the screen has chosen.
     numbers = re.findall(r"^ *\S+ (?:s|min)  (\d+(?:/\d+)?) ", result.stderr, re.MULTILINE)
     assert numbers == ["1", "2", "3", "4/9", "5/9", "6/9", "7/9", "8/9", "9/9"]
-    refused = run("circuit", "--out", tmp_path / "b", "--sites", "auto", "--task", "succession", *SMALL, *PROMPTS)
-    said = " ".join(refused.stderr.split())
-    assert refused.exit_code == 1 and "the model does none of these tasks (succession)" in said
+    undone = run("circuit", "--out", tmp_path / "b", "--sites", "auto", "--task", "succession", *SMALL, *PROMPTS)
+    said = words(undone.stderr)
+    assert undone.exit_code == 1 and "the model does none of these tasks (succession)" in said
     assert "succession: the dense model does not do this task" in said
 
 
@@ -220,13 +190,11 @@ def test_a_failing_step_fails_the_command(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(cli.circuits, "write_report", broken)
-    result = run("circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", "-s", "0.5", *FEW)
-    assert result.exit_code == 1 and "disk full" in result.stderr
+    refused("disk full", "circuit", "--sites", "blocks.3.mlp_out", "--task", "ioi", "-s", "0.5", *FEW, "--out", tmp_path)
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_the_run_is_read(tmp_path):
-    result = run("report", tmp_path / "nothing", "--out", tmp_path)
-    assert result.exit_code == 1 and "is a folder; give the name of a file in it" in " ".join(result.stderr.split())
+    refused("is a folder; give the name of a file in it", "report", tmp_path / "nothing", "--out", tmp_path)
 
 
 def test_report_is_made_again_without_a_model(tmp_path, monkeypatch):
@@ -236,12 +204,8 @@ def test_report_is_made_again_without_a_model(tmp_path, monkeypatch):
     page, numbers = (tmp_path / "report.html").read_bytes(), json.loads(made.stdout)
     (tmp_path / "report.html").unlink()
 
-    def refused(*arguments, **named):
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr(cli.circuits, "load_default_model", refused)
-    monkeypatch.setattr(cli.options, "load_default_model", refused)
-    monkeypatch.setattr(cli.options, "load_host", refused)
+    for module, name in ((cli.circuits, "load_default_model"), (cli.options, "load_default_model"), (cli.options, "load_host")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("a model was loaded"))
     again = run("report", tmp_path)
     assert again.exit_code == 0, again.output
     assert (tmp_path / "report.html").read_bytes() == page
@@ -252,10 +216,7 @@ def test_report_is_made_again_without_a_model(tmp_path, monkeypatch):
 
 
 def test_report_of_what_is_no_run(tmp_path):
-    for folder, message in ((tmp_path, "there is no run.json"), (tmp_path / "missing", "there is no run.json")):
-        result = run("report", folder)
-        assert result.exit_code == 1 and message in " ".join(result.stderr.split())
+    refused("there is no run.json", "report", tmp_path)
     (tmp_path / "run.json").write_text('{"settings": {}')
-    result = run("report", tmp_path)
-    assert result.exit_code == 1 and "is not a run, or damaged" in " ".join(result.stderr.split()) and not result.stdout
+    refused("is not a run, or damaged", "report", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]

@@ -8,7 +8,7 @@ import swd_lens as swd
 from swd_lens import cli
 from swd_lens.analysis.graph import UnitGraph
 from tests import families
-from tests.cli.commands import run
+from tests.cli.commands import refused, run
 
 SMALL = ["--tokens", "1024", "--heldout-tokens", "512", "--outer-iterations", "4", "--n-train", "24"]
 FEW = ["--best", "10", "--edges", "40", "--prompts", "3"]
@@ -62,8 +62,7 @@ def test_the_same_command_goes_on(made, monkeypatch):
     assert again.exit_code == 0, again.output
     assert (folder / "graph.json").read_bytes() == before and "Units by matrix" in again.stdout
     assert max(map(len, again.stdout.splitlines())) <= 120
-    other = run(*PRONOUN, "--n-train", "30", "--out", folder)
-    assert other.exit_code == 1 and "overwrite" in other.stderr
+    refused("overwrite", *PRONOUN, "--n-train", "30", "--out", folder)
 
 
 def test_a_prompt_and_labels_of_ones_own(made, tmp_path):
@@ -72,17 +71,8 @@ def test_a_prompt_and_labels_of_ones_own(made, tmp_path):
     site, unit = next((s, u) for s, u in zip(graph.nodes["site"], graph.nodes["unit"], strict=True) if s)
     labels = tmp_path / "labels.jsonl"
     labels.write_text(json.dumps({"unit": f"{site}/{unit}", "label": "she or he"}) + "\n")
-    result = run(
-        *PRONOUN,
-        "--factors",
-        folder / "factors",
-        "--prompt",
-        "Mary is a nice cook, isn't",
-        "--labels",
-        labels,
-        "--out",
-        tmp_path / "own",
-    )
+    how = ["--factors", folder / "factors", "--prompt", "Mary is a nice cook, isn't", "--labels", labels]
+    result = run(*PRONOUN, *how, "--out", tmp_path / "own")
     assert result.exit_code == 0, result.output
     own = UnitGraph.load(tmp_path / "own" / "graph.json")
     assert own.settings["prompt"].endswith("Mary is a nice cook, isn't") and len(own.settings["answers"]) == 3
@@ -98,20 +88,14 @@ def test_what_is_refused_in_one_line(made, tmp_path):
         (["--sites", "mlp_out", "--factors", folder / "factors"], "not both"),
         (["--export", "dot"], "--export must be one of 'circuit-tracer', 'neuronpedia', got 'dot'"),
         (["--labels", tmp_path / "none.jsonl"], "none.jsonl"),
-        (["--task", "nothing"], "nothing"),
-        (["--sites", "blocks.9.attn_o"], "blocks.9.attn_o"),
     ):
-        result = run(*PRONOUN, *words, "--out", tmp_path / "x")
-        said = " ".join(result.stderr.split())
-        assert result.exit_code == 1 and message in said and "Traceback" not in said, said
+        refused(message, *PRONOUN, *words, out=tmp_path / "x")
 
 
 def test_a_host_whose_graph_cannot_be_drawn_is_refused_before_any_work(monkeypatch, tmp_path):
     monkeypatch.setattr("swd_lens.cli.graph.well_done", interrupted)
-    arguments = ["--model", families.checkpoint("bert"), "--sites", "mlp_out", "--out", tmp_path / "new"]
-    result = run(*PRONOUN, *arguments)
-    assert result.exit_code == 1 and "takes the stream itself" in result.stderr
-    assert not (tmp_path / "new").exists()
+    arguments = ["--model", families.checkpoint("bert"), "--sites", "mlp_out"]
+    refused("takes the stream itself", *PRONOUN, *arguments, out=tmp_path / "new")
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from swd_lens.study import paper
-from tests.cli.commands import run
+from tests.cli.commands import refused, run
 
 SET = ['tasks={"gendered_pronoun": [8, 6], "greater_than": [8, 6]}', "heldout_tokens=512", "edit_tokens=512"]
 SET += ["shifts=[-1, 1]", "other_tokens=32", "lora_rates=[0.08]"]
@@ -54,13 +54,10 @@ def test_an_item_and_the_page_of_its_folder(tmp_path):
         (["report"], "report needs the folder of finished items"),
         (["report", "nowhere"], "nowhere holds no finished item of the paper"),
         (["edit", "--profile", "tiny", "--out", "x", "--set", "shifts"], "--set shifts: give NAME=VALUE"),
-        (["edit", "--profile", "tiny", "--out", "x", "--set", "shift=[1]"], "edit has no setting 'shift'"),
         (["edit", "--profile", "tiny", "--out", "x", "--set", "shifts=many"], "shifts='many' is of another type"),
     ],
 )
 def test_what_is_refused(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    result = run("paper", *arguments)
-    assert result.exit_code == 1
-    assert message in " ".join(result.stderr.split())
+    refused(message, "paper", *arguments)
     assert not list(tmp_path.iterdir())

@@ -1,13 +1,14 @@
 """A true Run of a small random model whose vocabulary is as hostile as a tokenizer's can be, and Runs made by hand from it."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from html.parser import HTMLParser
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -28,6 +29,55 @@ HOSTILE = ("</script>", "<b>", '"onload="', "&amp;", "{{7*7}}", "\n", " ", "    
 WORDS = ("a", " b", " c", " d", "e", " Mary", " John", "'s")
 VOCABULARY = ("<|bos|>", "<|unk|>", *HOSTILE, *WORDS)
 HOSTILE_TASK, HOSTILE_SURFACE = "<i>task</i> $\\bad$", "blocks & <script>alert(1)</script> $_$"
+
+
+VOID = {"meta", "br", "link", "hr", "img", "input", "col", "path"}
+
+
+class Page(HTMLParser):
+    """Collects text, attributes and table rows; any element closed out of turn, or never, is an error."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.tags: Counter[str] = Counter()
+        self.text: list[str] = []
+        self.rows: list[list[str]] = []
+        self.errors: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(tag, name, value) for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.errors.append(f"</{tag}> at {self.getpos()}")
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+        if {"td", "th"} & set(self.open) and "tr" in self.open:
+            self.rows[-1][-1] += data
+
+    def values(self, *names: str) -> list[str]:
+        """What attributes of these names hold."""
+        return [value or "" for _, name, value in self.attributes if name in names]
+
+    def handlers(self) -> list[str]:
+        """Attributes that would run a script."""
+        return [name for _, name, _ in self.attributes if name.startswith("on")]
 
 
 @cache
@@ -125,16 +175,6 @@ def with_attention(run: Run, tokens: tuple[str, ...]) -> Run:
     words = {"title": f"view of {tokens[0]}", "caption": f"as {tokens[0]} sees it"}
     view = AttentionView.of(values, tokens, names, kind="pairs", task="", signed=True, **words)
     return replace(run, attention=[replace(view, measures={f"KL of {tokens[0]}": {names[0]: 0.5}})])
-
-
-def with_curve_rows(run: Run, **columns: Any) -> Run:
-    """The run with these columns of every curve set to these values."""
-
-    def changed(comparison: TaskComparison) -> TaskComparison:
-        curves = {m: replace(c, rows=pd.DataFrame(c.rows).assign(**columns)) for m, c in comparison.curves.items()}
-        return replace(comparison, curves=curves)
-
-    return replace(run, comparisons={surface: of_tasks(c, changed) for surface, c in run.comparisons.items()})
 
 
 def of_tasks(comparison: Comparison, change: Callable[[TaskComparison], TaskComparison]) -> Comparison:

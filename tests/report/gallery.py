@@ -1,36 +1,40 @@
-"""Every public object as a notebook shows it: cards and figures of a small host whose sites have long names.
+"""Public objects as a notebook shows them: cards and figures of a small host whose sites have long names.
 
 `python -m tests.report.gallery OUT` writes pages and screenshots, light and dark, 600, 900 and 1,400 pixels wide, for somebody to
 look at; tests/report/test_cards.py measures the same pages. The objects are true results on a random model of 26 layers with the
 embedded model's vocabulary; what the numbers are does not matter here.
 """
 
-import shutil
+import json
+import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, cached_property
-from html import escape
+from html import escape, unescape
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 
 import swd_lens as swd
-from swd_lens.circuits import Refinement
-from swd_lens.study import Run
 from tests.analysis.audit_models import sparse_factors
+from tests.chromium import CHROMIUM
 
 WIDTHS = (600, 900, 1400)
 THEMES = ("light", "dark")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--enable-logging=stderr"]
 QUIET += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 QUIET += ["--host-resolver-rules=MAP * ~NOTFOUND", "--hide-scrollbars"]
+# In a page before anything else: whatever goes wrong, or is told to the console as an error, is kept.
+RECORDER = """<script>window.complaints = [];
+addEventListener("error", e => complaints.push("error: " + (e.message || e.target.outerHTML)), true);
+addEventListener("unhandledrejection", e => complaints.push("rejected: " + (e.reason && e.reason.stack || e.reason)));
+for (const level of ["error", "warn"]) console[level] = (...said) => complaints.push(level + ": " + said.join(" "));
+</script>"""
 # JupyterLab's colours and its rules for tables of outputs, which cards have to stand in.
 NOTEBOOK = """
 :root { --ground: #ffffff; --ink: rgba(0, 0, 0, .87); --zebra: #f5f5f5; color-scheme: light; }
@@ -115,18 +119,10 @@ class Gallery:
         return swd.evaluate(self.model, self.factors, self.task.test, self.scores)
 
     @cached_property
-    def late_scores(self) -> Any:
-        return swd.attribute(self.model, self.of(LATE), self.task.train)
-
-    @cached_property
     def audit(self) -> Any:
         scores = {self.task.name: self.scores}
         heard = swd.audit(self.model, self.factors, self.text, n=4, scores=scores, progress=False)
         return heard.with_labels({UNIT: {"label": "after a verb of giving", "note": "by eye", "author": "somebody"}})
-
-    @cached_property
-    def edit(self) -> Any:
-        return swd.edit_unit(self.model, self.of(LATE), UNIT, PROMPTS[1], " man", " woman", shift=2.0)
 
     @cached_property
     def screen(self) -> Any:
@@ -146,51 +142,21 @@ class Gallery:
         }
         return swd.compare(self.model, methods, [self.task], tokens=self.text)
 
-    @cached_property
-    def sweep(self) -> Any:
-        how = {"sparsities": (0.5, 0.75), "zero_data": True, "outer_iterations": 2}
-        return swd.sweep(self.model, LATE, [self.task], heldout=self.text, **how)
 
-
-# Name -> object; most of what swd.types names.
+# Name -> object; what has a card of its own kind.
 OBJECTS: dict[str, Callable[[Gallery], Any]] = {
-    "Site": lambda g: g.attachment.sites[0],
-    "TaskExample": lambda g: g.task.train.examples[0],
     "TaskSplit": lambda g: g.task.train,
     "Task": lambda g: g.task,
-    "TokenStream": lambda g: swd.TokenStream(lambda: g.text, len(g.text)),
-    "Estimate": lambda g: swd.estimate(g.model, "all", tokens=g.text),
-    "Factors": lambda g: g.factors[LATE],
     "FactorSet": lambda g: g.factors,
     "Attachment": lambda g: g.attachment,
-    "Fidelity": lambda g: swd.fidelity(g.model, g.factors, g.text),
     "UnitScores": lambda g: g.scores,
     "CostCurve": lambda g: g.curve,
     "Circuit": lambda g: g.curve.circuit(12),
-    "CircuitNull": lambda g: swd.circuit_null(g.model, g.factors, g.task, g.scores, circuit=12, n=5),
     "Comparison": lambda g: g.comparison,
-    "Refinement": lambda g: Refinement(
-        g.curve.circuit(12), g.curve.circuit(5), {"prefix": 0.91, "refined": 0.9}, pd.DataFrame(), 0.9
-    ),
-    "Screen": lambda g: swd.screen(g.model, g.task, sites="blocks.2[45].*"),
-    "Audit": lambda g: g.audit,
     "UnitProfile": lambda g: g.audit.unit(UNIT),
-    "UnitLabels": lambda g: g.audit.labels,
     "UnitGraph": lambda g: swd.unit_graph(g.model, g.factors, g.curve.circuit(12), prompt=PROMPTS[0]),
-    "QKPair": lambda g: g.replay.pair,
-    "QKScreen": lambda g: g.screen,
-    "QKScan": lambda g: swd.qk_scan(g.model, g.of(QKV), list(PROMPTS), screen=g.screen, progress=False),
     "QKReplay": lambda g: g.replay,
-    "Edit": lambda g: g.edit,
-    "SideEffects": lambda g: swd.side_effects(g.model, g.edit, PROMPTS),
-    "UnitOverlap": lambda g: swd.unit_overlap(g.model, g.of(LATE), LATE, g.text, shown=8, progress=False),
-    "UnitInteractions": lambda g: swd.unit_interactions(g.model, g.of(INNER), INNER, g.text, top=6, progress=False),
-    "Samples": lambda g: swd.generate(g.model, g.of(LATE), list(PROMPTS), max_new_tokens=6),
-    "Sweep": lambda g: g.sweep,
-    "Run": lambda g: Run({"model": g.model.cfg.model_name}, [], {"late": g.comparison}, [], 0.0),
-    "FinetuneSpec": lambda g: swd.types.FinetuneSpec(),
     "figure of an audit": lambda g: g.audit.plot(),
-    "panel of a replay": lambda g: g.replay.panel(),
 }
 
 
@@ -224,10 +190,18 @@ def page(html: str, theme: str, title: str = "an output") -> str:
     )
 
 
-def run_chromium(profile: Path, options: list[str], file: Path) -> subprocess.CompletedProcess[str]:
-    """Headless Chromium without a network."""
-    command = [CHROMIUM or "chromium", *QUIET, f"--user-data-dir={profile}", *options, file.as_uri()]
+def run_chromium(profile: Path, options: list[str], page: Path | str) -> subprocess.CompletedProcess[str]:
+    """Headless Chromium without a network, on a file or an address."""
+    address = page if isinstance(page, str) else page.as_uri()
+    command = [CHROMIUM or "chromium", *QUIET, f"--user-data-dir={profile}", *options, address]
     return subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
+
+
+def found_by(done: subprocess.CompletedProcess[str]) -> Any:
+    """What a page's script has put into <pre id=found>, as JSON."""
+    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, flags=re.DOTALL)
+    assert found, done.stderr[-3000:]
+    return json.loads(unescape(found[1]))
 
 
 def main(out: Path, only: list[str]) -> None:

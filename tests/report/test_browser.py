@@ -6,8 +6,6 @@ no mouse; and an attention head that is clicked, or entered from the keyboard, c
 """
 
 import html
-import json
-import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -22,21 +20,15 @@ from swd_lens.base.panels import attention_heads
 from swd_lens.report import render_report
 from swd_lens.study import Run
 from swd_lens.study.section import Picture, ReportSection, SectionTable
-from tests.chromium import Browser
+from tests.chromium import CHROMIUM, Browser
 from tests.report.conftest import HOSTILE, section_with_graph, with_attention, with_cards, with_screen
-from tests.report.gallery import CHROMIUM, run_chromium
+from tests.report.gallery import RECORDER, found_by, run_chromium
 
 _PATIENCE = "--virtual-time-budget=60000"
 DARK = ["--blink-settings=preferredColorScheme=0"]
 WIDTHS = (360, 1200)
 # What the README's first command writes; .ci/run runs it before the tests.
 DEMO = Path(__file__).resolve().parents[2] / "swd-demo" / "report.html"
-# In the page before anything else: whatever goes wrong, or is told to the console as an error, is kept.
-RECORDER = """<script>window.complaints = [];
-addEventListener("error", e => complaints.push("error: " + (e.message || e.target.outerHTML)), true);
-addEventListener("unhandledrejection", e => complaints.push("rejected: " + e.reason));
-for (const level of ["error", "warn"]) console[level] = (...said) => complaints.push(level + ": " + said.join(" "));
-</script>"""
 OUTER = """<!doctype html><body>{frames}<script>{probe}
 addEventListener("load", async () => {{
   const found = {{}};
@@ -65,9 +57,7 @@ def _probed(page: str, folder: Path, options: list[str], widths: tuple[int, ...]
     done = run_chromium(folder / "profile", [*options, _PATIENCE, "--dump-dom"], outer)
     # What the browser itself tells the console: refused scripts, blocked requests.
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line and "Uncaught" in line]
-    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, flags=re.DOTALL)
-    assert found, done.stderr[-2000:]
-    return json.loads(html.unescape(found[1]))
+    return found_by(done)
 
 
 def _full(run: Run, host: Any) -> Run:
@@ -130,12 +120,6 @@ def test_the_demos_own_report(tmp_path: Path) -> None:
     for width in WIDTHS:
         assert found[str(width)]["wrong"] == [] and found[str(width)]["panels"] == panels
         assert found[str(width)]["buttons"] > panels
-
-
-@pytest.mark.slow
-def test_a_report_without_panels_fits(run: Run, small: Run, tmp_path: Path) -> None:
-    found = _probed(render_report(replace(small, cards=with_cards(run, HOSTILE).cards)), tmp_path, [])
-    assert found == {str(width): {"wrong": [], "panels": 0, "buttons": 0} for width in WIDTHS}
 
 
 def test_a_notebook_cell_draws_itself_alone_and_again(tmp_path: Path) -> None:

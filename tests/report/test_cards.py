@@ -6,7 +6,6 @@ tests.report.gallery OUT` takes pictures of the same pages.
 """
 
 import html
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from swd_lens.base.display import Folded, card
 from swd_lens.base.errors import MOST_LINES, brief
 from swd_lens.base.figures import ATTENTION, INK, NEGATIVE, POSITIVE, new_figure, svg
 from swd_lens.tasks.task import TaskSplit
-from tests.report.gallery import CHROMIUM, WIDTHS, html_of, make, page, run_chromium
+from tests.chromium import CHROMIUM
+from tests.report.gallery import WIDTHS, found_by, html_of, make, page, run_chromium
 from tests.report.readme_drawing import FILE, drawing
 
 MEASURED = (
@@ -56,9 +56,7 @@ def probed(outputs: dict[str, str], theme: str, folder: Path, widths: tuple[int,
     outer.write_text(OUTER.format(frames=frames, probe=probe, narrow=NARROW), encoding="utf-8")
     options = ["--window-size=1500,20000", "--virtual-time-budget=30000", "--dump-dom"]
     done = run_chromium(folder / "profile", options, outer)
-    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, flags=re.DOTALL)
-    assert found, done.stderr[-2000:]
-    return json.loads(html.unescape(found[1]))
+    return found_by(done)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import html
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,10 @@ from swd_lens.analysis.audit import Audit, UnitLabels, audit
 from swd_lens.report import dashboard as module
 from swd_lens.report.dashboard import dashboard
 from tests.analysis.audit_models import made_scores, sparse_factors
-from tests.report.conftest import HOSTILE, VOCABULARY
-from tests.report.gallery import CHROMIUM, run_chromium
+from tests.chromium import CHROMIUM
+from tests.refusals import refuses
+from tests.report.conftest import HOSTILE, VOCABULARY, Page
+from tests.report.gallery import run_chromium
 
 SITE = "blocks.1.mlp_out"
 
@@ -31,41 +32,15 @@ def found(host: Any) -> Audit:
     return heard.with_labels({**labels, "blocks.0.mlp_out/0": "</style><script>alert(1)</script>" + "w" * 90})
 
 
-class Page(HTMLParser):
-    """Element names, ids and links of a page, its text, and whether every element is closed."""
-
-    VOID = ("meta", "br", "path")
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.open: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-        self.ids += [value for name, value in attrs if name == "id" and value]
-        self.links += [value for name, value in attrs if name in ("href", "src") and value]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+def links(page: Page) -> list[str]:
+    return page.values("href", "src")
 
 
 def check(text: str) -> Page:
     page = Page(text)
-    assert not page.open and "script" not in page.tags and "b" not in [t for t in page.tags if t == "onload"]
-    assert not [name for name, _ in page.attributes if name.startswith("on")]
-    assert len(page.ids) == len(set(page.ids))
-    assert not [link for link in page.links if "//" in link]
+    assert not page.open and not page.errors and not page.tags["script"] and not page.handlers()
+    ids = page.values("id")
+    assert len(ids) == len(set(ids)) and not [link for link in links(page) if "//" in link]
     assert "\u202e" not in text and "{{" not in text.replace("{{7*7}}", "")
     return page
 
@@ -74,8 +49,8 @@ def test_one_page_holds_everything_and_links_within_itself(found: Audit, tmp_pat
     path = dashboard(found, tmp_path / "units.html")
     assert path == tmp_path / "units.html"
     page = check(path.read_text(encoding="utf-8"))
-    assert page.tags.count("article") == len(found) == 24
-    assert all(link.startswith("#") and link[1:] in page.ids for link in page.links)
+    assert page.tags["article"] == len(found) == 24
+    assert all(link.startswith("#") and link[1:] in page.values("id") for link in links(page))
     assert path.read_text(encoding="utf-8") == dashboard(found)
     assert [p.name for p in tmp_path.iterdir()] == ["units.html"]
 
@@ -86,10 +61,10 @@ def test_a_folder_has_an_index_and_a_page_per_unit(found: Audit, tmp_path: Path)
     pages = {p.name: check(p.read_text(encoding="utf-8")) for p in index.parent.iterdir()}
     assert len(pages) == 25
     for page in pages.values():
-        for link in page.links:
+        for link in links(page):
             file, _, anchor = link.partition("#")
-            assert (not file or file in pages) and (not anchor or anchor in (pages[file] if file else page).ids)
-    listed = [link for link in pages["index.html"].links if not link.startswith("#")]
+            assert (not file or file in pages) and (not anchor or anchor in (pages[file] if file else page).values("id"))
+    listed = [link for link in links(pages["index.html"]) if not link.startswith("#")]
     assert len(listed) == 24 and set(pages) == {*listed, "index.html"}
     # Within a site the task's best unit comes first.
     best = [f"{site}-{unit}.html" for site, unit in found.scores["<i>task</i>"].ranking() if site == SITE]
@@ -118,21 +93,17 @@ def test_nothing_turns_a_page_around(found: Audit) -> None:
 
 def test_profiles_alone(found: Audit, tmp_path: Path) -> None:
     one = found.unit(f"{SITE}/2")
-    assert check(str(dashboard(one))).tags.count("article") == 1
+    assert check(str(dashboard(one))).tags["article"] == 1
     some = dashboard(found.profiles([f"{SITE}/2", f"{SITE}/1"]), only=[f"{SITE}/1"])
     assert f'id="{SITE}-1"' in some and f'id="{SITE}-2"' not in some
-    with pytest.raises(ValueError, match="no unit to show"):
-        dashboard([])
-    with pytest.raises(ValueError, match=r"mlp_out/2 is given twice"):
-        dashboard([one, one])
-    with pytest.raises(KeyError, match="was not audited"):
-        dashboard(found, only=[f"{SITE}/99"])
+    refuses(ValueError, "no unit to show", dashboard, [])
+    refuses(ValueError, r"mlp_out/2 is given twice", dashboard, [one, one])
+    refuses(KeyError, "was not audited", dashboard, found, only=[f"{SITE}/99"])
 
 
 def test_too_many_units_for_one_page(found: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PAGE_LIMIT", 23)
-    with pytest.raises(ValueError, match="24 units are too much for one page"):
-        dashboard(found, tmp_path / "units.html")
+    refuses(ValueError, "24 units are too much for one page", dashboard, found, tmp_path / "units.html")
     assert not list(tmp_path.iterdir()) and dashboard(found, tmp_path / "units").is_file()
 
 
@@ -152,11 +123,9 @@ def test_an_interrupted_folder_has_no_index(found: Audit, tmp_path: Path, monkey
 
 
 def test_a_histogram_is_described_in_words(found: Audit) -> None:
-    profile = found.unit(f"{SITE}/3")
-    page = Page(profile._repr_html_())
-    label = dict(page.attributes[i] for i in range(len(page.attributes)) if page.attributes[i][0] == "aria-label")
-    assert "800 tokens: from " in str(label["aria-label"])
-    assert Page(found.unit(f"{SITE}/7")._repr_html_()).tags.count("svg") == 0  # a dead unit has none
+    page = Page(found.unit(f"{SITE}/3")._repr_html_())
+    assert "800 tokens: from " in page.values("aria-label")[-1]
+    assert not Page(found.unit(f"{SITE}/7")._repr_html_()).tags["svg"]  # a dead unit has none
 
 
 PROBE = """<!doctype html><body>{frames}<script>

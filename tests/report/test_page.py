@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -25,53 +24,13 @@ from tests.report.conftest import (
     HOSTILE,
     HOSTILE_SURFACE,
     HOSTILE_TASK,
+    Page,
     of_tasks,
     section_with_graph,
     with_attention,
     with_cards,
-    with_curve_rows,
     with_screen,
 )
-
-VOID = {"meta", "br", "link", "hr", "img", "input", "col"}
-
-
-class Page(HTMLParser):
-    """Collects text, attributes and table rows; any element closed out of turn, or never, is an error."""
-
-    def __init__(self, html: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.attributes: list[tuple[str, str, str | None]] = []
-        self.tags: Counter[str] = Counter()
-        self.text: list[str] = []
-        self.rows: list[list[str]] = []
-        self.errors: list[str] = []
-        self.feed(html)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.attributes += [(tag, name, value) for name, value in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.attributes += [(tag, name, value) for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        if not self.open or self.open.pop() != tag:
-            self.errors.append(f"</{tag}> at {self.getpos()}")
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-        if {"td", "th"} & set(self.open) and "tr" in self.open:
-            self.rows[-1][-1] += data
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +65,7 @@ def _check(html: str) -> Page:
     html = html.replace(library(), "")
     page = Page(html)
     assert not page.errors and not page.open
-    ids = Counter(value for _, name, value in page.attributes if name == "id")
+    ids = Counter(page.values("id"))
     assert [name for name, n in ids.items() if n > 1] == []
     for tag, name, value in page.attributes:
         if name in ("aria-labelledby", "href") and not (value or "").startswith("data:image/png;base64,"):
@@ -117,13 +76,9 @@ def _check(html: str) -> Page:
     return page
 
 
-def test_structure_is_sound(html: str, page: Page) -> None:
-    assert html.startswith("<!doctype html>")
+def test_holds_every_setting_method_surface_and_task(run: Run, html: str, page: Page) -> None:
     _check(html)
-    assert page.tags["main"] == page.tags["h1"] == 1
-
-
-def test_holds_every_setting_method_surface_and_task(run: Run, page: Page) -> None:
+    assert html.startswith("<!doctype html>") and page.tags["main"] == page.tags["h1"] == 1
     text = "".join(page.text)
     for value in _leaves(run.settings):
         assert str(value) in text
@@ -140,17 +95,11 @@ def test_holds_every_setting_method_surface_and_task(run: Run, page: Page) -> No
 def test_fidelity_table_is_the_runs(run: Run, page: Page) -> None:
     for r in run.replacements:
         f = r.fidelity
-        numbers = [
-            wording.count(r.factors.n_units),
-            wording.count(r.factors.edges),
-            wording.fixed(f.ce_dense, 4),
-            wording.fixed(f.ce, 4),
-        ]
-        se = f.ce_delta_se
-        assert se is not None
-        numbers += [f"{wording.signed(f.ce_delta)} ± {wording.tiny(se)}", wording.tiny(f.kl)]
-        numbers += [wording.percent(f.top1_agreement, 2)]
-        numbers += [wording.tiny(max(f.relmse.values()))]
+        assert f.ce_delta_se is not None
+        numbers = [wording.count(r.factors.n_units), wording.count(r.factors.edges)]
+        numbers += [wording.fixed(f.ce_dense, 4), wording.fixed(f.ce, 4), wording.tiny(f.kl)]
+        numbers += [f"{wording.signed(f.ce_delta)} ± {wording.tiny(f.ce_delta_se)}"]
+        numbers += [wording.percent(f.top1_agreement, 2), wording.tiny(max(f.relmse.values()))]
         assert any(set(numbers) <= set(row) and r.method in row for row in page.rows), (r.method, numbers)
 
 
@@ -161,24 +110,20 @@ def carrying(run: Run) -> Run:
         rows = curve.rows.assign(recovered=[(n / len(curve.rows)) ** (1 + i) for n in range(1, len(curve.rows) + 1)])
         return replace(curve, rows=rows, validation=rows, q_full=2.0 + i, q_empty=0.0, carried_se=0.01, q_dense=3.0)
 
-    def of_comparison(comparison: Comparison) -> Comparison:
-        tasks = {
-            task: replace(each, curves={name: as_if(c, i) for i, (name, c) in enumerate(each.curves.items())})
-            for task, each in comparison.items()
-        }
-        return replace(comparison, tasks=tasks)
+    def of_task(its: TaskComparison) -> TaskComparison:
+        return replace(its, curves={name: as_if(c, i) for i, (name, c) in enumerate(its.curves.items())})
 
-    return replace(run, comparisons={surface: of_comparison(each) for surface, each in run.comparisons.items()})
+    return replace(run, comparisons={surface: of_tasks(each, of_task) for surface, each in run.comparisons.items()})
 
 
-def test_circuit_table_is_the_runs(run: Run) -> None:
-    run = replace(carrying(run), cards=[], attention=[])
+def test_circuit_table_is_the_runs(small: Run) -> None:
+    run = carrying(small)
     page = Page(render_report(run))
     wanted = Counter()
     for record in run.circuit_table().to_dict("records"):
         costs = [record[f"{cost} at {what}"] for what in ("recovered 0.9", "necessity 0.5") for cost in ("units", "edges")]
         if record["carries"]:
-            cells = tuple(wording.count(None if c != c else c) for c in _plain(costs))
+            cells = tuple(wording.count(None if wording.missing(c) else c) for c in costs)
             wanted[(record["method"], wording.fixed(record["margin"], 2), *cells)] += 1
     assert wanted
     # ... method, margin, accuracy, carried, costs at three thresholds; the task is in the first row of its block only
@@ -191,20 +136,11 @@ def test_circuit_table_is_the_runs(run: Run) -> None:
 
 
 def test_a_surface_that_does_not_carry_a_task_has_a_sentence(run: Run, page: Page) -> None:
-    curves = [
-        (method, curve)
-        for by_task in run.comparisons.values()
-        for c in by_task.values()
-        for method, curve in c.curves.items()
-        if not curve.carries
-    ]
+    of_tasks = [each.curves for by_task in run.comparisons.values() for each in by_task.values()]
+    curves = [(method, curve) for curves in of_tasks for method, curve in curves.items() if not curve.carries]
     assert curves
     for method, curve in curves:
         assert any(row[-1] == curve.in_words() and method in row for row in page.rows)
-
-
-def _plain(costs: list[Any]) -> list[Any]:
-    return [None if wording.missing(c) else c for c in costs]
 
 
 def test_curves_are_there_as_numbers_and_as_pictures(run: Run, html: str, page: Page) -> None:
@@ -212,14 +148,10 @@ def test_curves_are_there_as_numbers_and_as_pictures(run: Run, html: str, page: 
     rows = {tuple(row[-7:]) for row in page.rows if len(row) in (7, 8)}
     for curve in curves:
         for point in curve.rows.to_dict("records"):
-            cells = (wording.count(point["units"]), wording.count(point["edges"]), wording.fixed(point["recovered"]))
-            cells += (
-                wording.fixed(point["sufficiency"]),
-                wording.fixed(point["drop"]),
-                wording.percent(point["accuracy keep"]),
-                wording.percent(point["accuracy ablate"]),
-            )
-            assert cells in rows
+            cells = [wording.count(point[name]) for name in ("units", "edges")]
+            cells += [wording.fixed(point[name]) for name in ("recovered", "sufficiency", "drop")]
+            cells += [wording.percent(point[name]) for name in ("accuracy keep", "accuracy ablate")]
+            assert tuple(cells) in rows
     for cost in ("edges", "units"):  # two surfaces, two tasks
         assert len(re.findall(rf'<svg [^>]*aria-labelledby="circuit-\d+-\d+-{cost}-title', html)) == 4
         assert html.count(f'class="task-grid of-{cost}"') == 2 == html.count(f' value="{cost}"')
@@ -235,10 +167,8 @@ def test_curves_are_there_as_numbers_and_as_pictures(run: Run, html: str, page: 
 def test_every_intervention_has_curves_and_costs_of_its_own(small: Run) -> None:
     surface, comparison = next(iter(small.comparisons.items()))
     task, of_task = next(iter(comparison.items()))
-    zeroed = {
-        name: replace(curve, q_full=77.125, settings={**curve.settings, "ablation": "zero"})
-        for name, curve in of_task.curves.items()
-    }
+    zero = {name: {**curve.settings, "ablation": "zero"} for name, curve in of_task.curves.items()}
+    zeroed = {name: replace(curve, q_full=77.125, settings=zero[name]) for name, curve in of_task.curves.items()}
     other = replace(comparison, tasks={task: replace(of_task, curves=zeroed)})
     both = replace(small, comparisons={**small.comparisons, surface: replace(comparison, others=(other,))})
     page = _check(render_report(both))
@@ -267,23 +197,17 @@ def test_the_screen_is_drawn_and_says_what_the_dense_model_cannot_do(small: Run,
 
 @pytest.mark.slow
 def test_tasks_that_the_dense_model_does_badly_are_named(small: Run) -> None:
-    done = {0.75: "does only 75% of the prompts", 0.8: ""}
-    for accuracy, remark in done.items():
+    for accuracy, margin in ((0.75, 1.0), (0.8, -0.5)):
 
-        def changed(of_task: TaskComparison, accuracy: float = accuracy) -> TaskComparison:
-            curves = {m: replace(c, q_dense=1.0, accuracy_dense=accuracy) for m, c in of_task.curves.items()}
+        def changed(of_task: TaskComparison, accuracy: float = accuracy, margin: float = margin) -> TaskComparison:
+            curves = {m: replace(c, q_dense=margin, accuracy_dense=accuracy) for m, c in of_task.curves.items()}
             return replace(of_task, curves=curves)
 
         comparisons = {surface: of_tasks(c, changed) for surface, c in small.comparisons.items()}
         text = "".join(_check(render_report(replace(small, comparisons=comparisons))).text)
-        assert ("a circuit of this task says little" in text) == bool(remark) and remark in text
-    undone = {surface: of_tasks(c, _without_margin) for surface, c in small.comparisons.items()}
-    text = "".join(_check(render_report(replace(small, comparisons=undone))).text)
-    assert "the dense model does not do this task" in text
-
-
-def _without_margin(of_task: TaskComparison) -> TaskComparison:
-    return replace(of_task, curves={m: replace(c, q_dense=-0.5) for m, c in of_task.curves.items()})
+        assert ("does only 75% of the prompts: a circuit of this task says little" in text) == (accuracy == 0.75)
+        assert "says little" not in text or accuracy == 0.75
+        assert ("the dense model does not do this task" in text) == (margin < 0)
 
 
 @pytest.mark.slow
@@ -304,13 +228,12 @@ def test_the_legend_names_what_is_further_off_in_ce(small: Run) -> None:
         assert re.search(r" \((CE|KL) [+-]\d\.\d{4} ± \d\.\d{4}", label) and label in text
 
 
-def test_tokens_are_harmless_and_visible(carded: Run) -> None:
-    html = render_report(with_cards(carded, HOSTILE))
+def test_tokens_are_harmless_and_visible(carded: Run, tmp_path: Path) -> None:
+    """Nor does a lone surrogate stop the file."""
+    html = write_report(with_cards(carded, (*HOSTILE, "\ud83d")), tmp_path / "r.html").read_text(encoding="utf-8")
     page = _check(html)
     assert page.tags["script"] == 0
-    harmless = Page(render_report(with_cards(carded, ("plain",) * len(HOSTILE))))
-    assert page.tags["b"] == harmless.tags["b"]
-    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert page.tags["b"] == Page(render_report(with_cards(carded, ("plain",)))).tags["b"] and not page.handlers()
     text = "".join(page.text)
     for shown in ("</script>", "<b>", "&amp;", "{{7*7}}", "<!--", "$x$", "↵", "····", "⇥", "⟨U+202E⟩"):
         assert shown in text
@@ -322,10 +245,6 @@ def test_names_are_harmless(run: Run, html: str, still: str, page: Page) -> None
     assert page.tags["script"] == _scripts(len(run.attention))
     text = "".join(page.text)
     assert wording.readable(HOSTILE_TASK) in text and HOSTILE_SURFACE in text and "tiny <model>" in text
-
-
-def test_a_lone_surrogate_does_not_stop_the_file(carded: Run, tmp_path: Path) -> None:
-    assert write_report(with_cards(carded, ("\ud83d", "x")), tmp_path / "r.html").is_file()
 
 
 def _scripts(panels: int) -> int:
@@ -350,7 +269,7 @@ def test_attention_of_hostile_tokens_is_harmless(small: Run) -> None:
     hostile = render_report(with_attention(small, HOSTILE))
     page = _check(hostile)
     assert page.tags["script"] == _scripts(1) - 1  # the check leaves the library out
-    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert not page.handlers()
     plain = _check(render_report(with_attention(small, tuple(f"t{i}" for i in range(len(HOSTILE))))))
     assert page.tags == plain.tags
     assert "\u202e" not in hostile.replace(library(), "")
@@ -366,13 +285,12 @@ def test_further_sections_are_shown_and_harmless(small: Run) -> None:
     section = ReportSection(f"Unit graph {words}", (f"intro {words}", "second"), (picture, picture), (table,), "Graph")
     html = render_report(replace(small, extras=[section, section]))
     page = _check(html)
-    bare = _check(render_report(small))
-    assert page.tags["script"] == 0 and page.tags["b"] == bare.tags["b"] and page.tags["h2"] == bare.tags["h2"] + 2
+    assert page.tags["script"] == 0 and "<b>&amp;" not in html and page.rows.count([words, "1,234"]) == 2
     text = "".join(page.text)
-    assert [v for _, name, v in page.attributes if name == "alt"] == [f"graph {words}. description {words}"] * 4
+    assert page.values("alt") == [f"graph {words}. description {words}"] * 4
     for shown in ("Unit graph", "intro", "caption", "table"):
         assert f"{shown} {words}" in text
-    assert [words, "1,234"] in page.rows and ["x", "–"] in page.rows and ["y", "0.5000"] in page.rows
+    assert ["x", "–"] in page.rows and ["y", "0.5000"] in page.rows
     assert html.count('href="#extra-0"') == html.count('href="#extra-1"') == 1
 
 
@@ -417,7 +335,7 @@ def test_a_picture_of_a_run_file_can_only_be_seen(small: Run) -> None:
 def test_loads_nothing(still: str) -> None:
     html, page = still, Page(still)
     loading = {"src", "href", "srcset", "data", "action", "poster", "xlink:href"}
-    assert [value for _, name, value in page.attributes if name in loading and not (value or "").startswith("#")] == []
+    assert [value for value in page.values(*loading) if not value.startswith("#")] == []
     assert not set(page.tags) & {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
     assert "@import" not in html and not re.findall(r"url\((?!#)", html)
     assert "://" not in html
@@ -428,15 +346,15 @@ def test_is_small(html: str, still: str) -> None:
     assert len(html.encode()) < len(library()) + 1_500_000 < 5_000_000
 
 
-def test_the_same_run_is_written_as_the_same_page(run: Run, html: str, tmp_path: Path) -> None:
-    path = write_report(run, str(tmp_path / "new" / "report.html"))
-    assert path.read_text(encoding="utf-8") == html
+def test_the_same_run_is_written_as_the_same_page(small: Run, tmp_path: Path) -> None:
+    path = write_report(small, str(tmp_path / "new" / "report.html"))
+    assert path.read_text(encoding="utf-8") == render_report(small)
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]
 
 
 def test_tables_and_pictures_can_be_read_aloud(html: str, page: Page) -> None:
     assert html.count("<caption><span>") == page.tags["table"]
-    assert all(value for _, name, value in page.attributes if name == "scope")
+    assert all(page.values("scope"))
     pictures = re.findall(r"<svg [^>]*>", html)
     assert pictures and all('role="img"' in p or 'aria-hidden="true"' in p for p in pictures)
     assert all("<title" in part[:400] for part in html.split("<svg ")[1:] if 'role="img"' in part.split(">")[0])
@@ -451,32 +369,25 @@ def test_one_surface_one_task_one_method(run: Run, method: str) -> None:
     _check(render_report(replace(run, replacements=replacements, comparisons={surface: single}, cards=[], attention=[])))
 
 
-def test_many_methods(small: Run) -> None:
-    names = [f"method {i}" for i in range(12)]
+def test_many_methods_some_with_odd_curves(small: Run) -> None:
+    """Undefined, far below, overshooting while ablation helps, without edges, without a drop; and seven like others."""
+    odd: list[dict[str, Any]] = [{"sufficiency": math.nan}, {"sufficiency": -30.0}, {"sufficiency": 40.0, "drop": -2.0}]
+    odd += [{"edges": 0}, {"drop": 0.0}, *[{}] * 7]
 
-    def twelve(c: TaskComparison) -> TaskComparison:
-        return replace(c, curves={name: next(iter(c.curves.values())) for name in names}, scores={})
+    def changed(of_task: TaskComparison) -> TaskComparison:
+        curve = next(iter(of_task.curves.values()))
+        curves = {f"method {i}": replace(curve, rows=curve.rows.assign(**columns)) for i, columns in enumerate(odd)}
+        return replace(of_task, curves=curves, scores={})
 
-    comparisons = {surface: of_tasks(c, twelve) for surface, c in small.comparisons.items()}
-    replacements = [replace(small.replacements[0], method=name) for name in names]
+    replacements = [replace(small.replacements[0], method=f"method {i}") for i in range(len(odd))]
+    comparisons = {surface: of_tasks(c, changed) for surface, c in small.comparisons.items()}
     page = _check(render_report(replace(small, replacements=replacements, comparisons=comparisons)))
-    assert all(name in "".join(page.text) for name in names)
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(
-    "columns",
-    [{"sufficiency": math.nan}, {"sufficiency": -30.0}, {"sufficiency": 40.0, "drop": -2.0}, {"edges": 0}, {"drop": 0.0}],
-    ids=["undefined", "far below", "overshoots, ablation helps", "no edges at all", "no drop"],
-)
-def test_odd_curves(small: Run, columns: dict[str, Any]) -> None:
-    _check(render_report(with_curve_rows(small, **columns)))
+    assert all(r.method in "".join(page.text) for r in replacements)
 
 
 def test_nothing_found(run: Run, carded: Run) -> None:
     empty = Run({}, [], {}, [], 0.0)
     assert "nothing to report" in "".join(_check(render_report(empty)).text)
-    _check(render_report(replace(run, comparisons={}, cards=[])))
     _check(render_report(replace(run, comparisons={s: Comparison({}) for s in run.comparisons}, cards=[], attention=[])))
     _check(render_report(replace(carded, cards=[replace(card, contexts=(), logits=None) for card in carded.cards])))
 
@@ -487,12 +398,11 @@ def test_sites_that_do_not_write_to_the_residual_stream_say_so(carded: Run) -> N
     assert "does not write to the residual stream" in "".join(page.text)
 
 
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("error", [math.inf, math.nan])
-def test_a_replacement_that_fell_apart_is_still_reported(run: Run, error: float) -> None:
+def test_a_replacement_that_fell_apart_is_still_reported(run: Run) -> None:
     # Two sites, the first of them beyond all numbers: it has no dot, and a dash in the table.
     its = next(r for r in run.replacements if len(r.fidelity.relmse) == 2)
     sites = list(its.fidelity.relmse)
-    broken = replace(its.fidelity, ce=error, kl=error, relmse={sites[0]: error, sites[1]: 0.5})
-    page = render_report(replace(run, replacements=[replace(r, fidelity=broken) if r is its else r for r in run.replacements]))
-    assert "–</td>" in page and "inf" not in page.split('id="fidelity"')[1].split('id="tasks"')[0]
+    broken = replace(its.fidelity, ce=math.inf, kl=math.nan, relmse={sites[0]: math.inf, sites[1]: 0.5})
+    replacements = [replace(r, fidelity=broken) if r is its else r for r in run.replacements]
+    page = render_report(replace(run, replacements=replacements, comparisons={}, cards=[], attention=[]))
+    assert "–</td>" in page and "inf" not in page.split('id="fidelity"')[1].split("</section>")[0]

@@ -24,33 +24,14 @@ def test_the_folder_is_the_one_that_was_saved(run: Run, tmp_path: Path) -> None:
 
 
 def test_run_code_parses_and_names_every_choice(run: Run) -> None:
+    """Every setting of the solver, of calibration and of interventions, so that a default that changes changes nothing."""
     code = run_code(run)
     compile(code, "run", "exec")
-    sizes = "n_train=4, n_validation=4, n_test=4"
-    for part in (repr(HOSTILE_TASK), "outer_iterations=4", "sparsities=[0.5, 0.75]", sizes, "'blocks.1.attn_o'"):
-        assert part in code
-
-
-def test_a_default_that_changes_does_not_change_what_the_code_does(run: Run) -> None:
-    """Every setting of the solver, of calibration and of interventions stands in the code, defaults included."""
-    code = run_code(run)
     written = {line.split("=")[0].strip() for line in code.splitlines() if "=" in line}
-    assert {field.name for field in fields(AnnealSpec)} <= written
-    assert {"preset", "calibration", "positions", "ablation", "controls"} <= written
-    for part in (
-        "preset='best'",
-        "calibration='sequential'",
-        "ablation='mean'",
-        "controls=['neurons', 'svd', 'pruned', 'paper']",
-        "shrinkage='auto'",
-    ):
-        assert part in code
-
-
-def test_the_embedded_model_needs_no_blanks(run: Run) -> None:
-    settings = {**run.settings, "model": "swd-lens-default"}
-    code = run_code(replace(run, settings=settings))
-    assert "..." not in code and "swd.text_tokens(480, split='train')" in code
+    assert {*(field.name for field in fields(AnnealSpec)), "calibration", "positions", "ablation", "controls"} <= written
+    parts = [repr(HOSTILE_TASK), "outer_iterations=4", "sparsities=[0.5, 0.75]", "n_train=4, n_validation=4, n_test=4"]
+    parts += ["'blocks.1.attn_o'", "preset='best'", "calibration='sequential'", "ablation='mean'", "shrinkage='auto'"]
+    assert all(part in code for part in (*parts, "controls=['neurons', 'svd', 'pruned', 'paper']"))
 
 
 def test_a_bridge_is_loaded_as_one(run: Run) -> None:
@@ -67,6 +48,7 @@ def test_calibration_in_float64_is_repeated(run: Run) -> None:
     settings = {**run.settings, "model": "swd-lens-default", "calibration dtype": "float64"}
     code = run_code(replace(run, settings=settings))
     compile(code, "run", "exec")
+    assert "..." not in code and "swd.text_tokens(480, split='train')" in code  # the embedded model needs no blanks
     assert "import torch" in code and "calibration_model=swd.load_default_model(dtype=torch.float64)," in code
 
 

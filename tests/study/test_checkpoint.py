@@ -65,8 +65,8 @@ def circuit_of(model, factors, positions="all", mean_over="all_tokens"):
 
 
 @pytest.mark.filterwarnings("ignore")  # a random model does no task
-@pytest.mark.parametrize("ablation", ["mean", "zero"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])  # with biases, and with none until the configuration asks
+# With biases, and with none until the configuration asks.
+@pytest.mark.parametrize(("name", "ablation"), [("gpt2", "mean"), ("gpt2", "zero"), ("llama", "mean")])
 def test_a_circuit_becomes_its_units_and_a_constant(name, ablation, tmp_path):
     model = families.bridge(name)
     factors = swd.factorize(model, ["attn_o", "mlp_out"], sparsity=0.5, tokens=families.some_tokens(4, 32), **QUICK)

@@ -11,6 +11,7 @@ import torch
 import swd_lens as swd
 import swd_lens.study.replacement as replacement
 from tests.micro import random_tokens, toy_model
+from tests.refusals import refuses
 
 TOKENS, HELDOUT = random_tokens(24, 12), random_tokens(24, 12, seed=1)
 QUICK = {"preset": "quick", "outer_iterations": 4, "progress": False, "tokens": TOKENS, "heldout": HELDOUT}
@@ -24,9 +25,8 @@ def model():
 
 def test_the_whole_road_and_its_folder(model, tmp_path):
     logits = model(TOKENS)
-    made = swd.replace_model(
-        model, sparsity=0.6, budgets="kl", out=tmp_path, finetune_options=TUNE, prompts=HELDOUT[:2, :4], **QUICK
-    )
+    how = {"sparsity": 0.6, "budgets": "kl", "out": tmp_path, "finetune_options": TUNE, "prompts": HELDOUT[:2, :4], **QUICK}
+    made = swd.replace_model(model, **how)
     assert torch.equal(model(TOKENS), logits)
     # The same total, spent otherwise; the same supports, other values.
     uniform = swd.factorize(model, "all", sparsity=0.6, preset="quick", outer_iterations=4, progress=False)
@@ -52,14 +52,10 @@ def test_the_whole_road_and_its_folder(model, tmp_path):
     assert re.findall(r"(\d+) matrices", repr(made)) == [str(len(made.factors))] and len(made.factors) != 48
 
     # Again: everything is taken over, nothing is computed anew.
-    never = pytest.MonkeyPatch()
-    with never.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replacement, "allocate", None)
         patch.setattr("swd_lens.solver.solve", None)
-        again = swd.replace_model(
-            model, sparsity=0.6, budgets="kl", out=tmp_path, finetune_options=TUNE, prompts=HELDOUT[:2, :4], **QUICK
-        )
-    assert again.as_dict() == made.as_dict()
+        assert swd.replace_model(model, **how).as_dict() == made.as_dict()
 
 
 def _interrupt(*arguments, **named):
@@ -75,26 +71,7 @@ def test_what_none_means(model):
     assert (theirs["budgets"], theirs["calibration"], theirs["finetune"]) == ("uniform", "sequential", "paper")
     given = swd.replace_model(model, "mlp_out", sparsity={"blocks.0.*": 0.5, "blocks.1.*": 0.6}, finetune=None, **QUICK)
     assert given.settings["budgets"] == "uniform" and given.factors["blocks.1.mlp_out"].sparsity == pytest.approx(0.6, abs=0.01)
-
-
-def test_without_fine_tuning(model):
-    made = swd.replace_model(model, "mlp_out", finetune=None, **QUICK)
-    assert made.finetuned is None and made.after is None and made.recovered is None and made.best is made.factors
-    assert list(made.factors) == ["blocks.0.mlp_out", "blocks.1.mlp_out"]
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"budgets": "fair"}, "budgets must be one of 'uniform', 'kl', 'error', got 'fair'"),
-        ({"tokens": None}, r"fine-tuning needs finetune_tokens="),
-        ({"sparsity": {"all": 0.5}, "budgets": "kl"}, "is a mapping already; budgets='kl' needs one number"),
-        ({"finetune": "better"}, "better"),
-    ],
-)
-def test_bad_arguments(model, changed, message):
-    with pytest.raises(ValueError, match=message):
-        swd.replace_model(model, "mlp_out", **{**QUICK, "finetune_options": TUNE, **changed})
+    assert given.finetuned is None and given.after is None and given.recovered is None and given.best is given.factors
 
 
 def test_another_question_makes_another_allocation(model, tmp_path, monkeypatch):
@@ -104,14 +81,10 @@ def test_another_question_makes_another_allocation(model, tmp_path, monkeypatch)
         swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path, **named)
     made = swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path, overwrite=True, **named)
     assert made.allocation.edges == made.factors.edges and made.factors.sparsity == pytest.approx(0.7, abs=0.01)
-    (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match="is no folder"):
-        swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path / "file", **named)
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100))
         patch.setattr("swd_lens.study.replacement.allocate", lambda *_, **__: 1 / 0)
-        with pytest.raises(OSError, match="GB will be written"):
-            swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path / "new", **named)
+        refuses(OSError, "GB will be written", swd.replace_model, model, "mlp_out", sparsity=0.7, out=tmp_path / "new", **named)
 
 
 def test_started_again_and_interrupted_it_goes_on(model, tmp_path, monkeypatch):
@@ -125,15 +98,17 @@ def test_started_again_and_interrupted_it_goes_on(model, tmp_path, monkeypatch):
     resumed = swd.replace_model(model, "mlp_out", sparsity=0.6, out=tmp_path, **named)
     assert resumed.as_dict() == swd.replace_model(model, "mlp_out", sparsity=0.6, **named).as_dict()
     # A fine-tuning of these very factors, made otherwise, is still refused.
-    with pytest.raises(swd.ResumeError, match="learning_rate"):
-        swd.replace_model(
-            model, "mlp_out", sparsity=0.6, out=tmp_path, **{**named, "finetune_options": {**TUNE, "learning_rate": 0.1}}
-        )
+    named["finetune_options"] = {**TUNE, "learning_rate": 0.1}
+    refuses(swd.ResumeError, "learning_rate", swd.replace_model, model, "mlp_out", sparsity=0.6, out=tmp_path, **named)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({"budgets": "fair"}, "budgets must be one of 'uniform', 'kl', 'error', got 'fair'"),
+        ({"tokens": None}, r"fine-tuning needs finetune_tokens="),
+        ({"sparsity": {"all": 0.5}, "budgets": "kl"}, "is a mapping already; budgets='kl' needs one number"),
+        ({"finetune": "better"}, "better"),
         ({"heldout": None}, "heldout=None: give token rows"),
         ({"heldout": [[99]]}, "token id 99"),
         ({"prompts": ["text"]}, "no tokenizer"),
@@ -142,6 +117,6 @@ def test_started_again_and_interrupted_it_goes_on(model, tmp_path, monkeypatch):
     ],
 )
 def test_what_would_fail_at_the_end_fails_at_the_start(model, monkeypatch, changed, message):
-    monkeypatch.setattr(replacement, "factorize", _interrupt)
-    with pytest.raises(ValueError, match=message):
-        swd.replace_model(model, "mlp_out", **{**QUICK, "budgets": "uniform", **changed})
+    for step in ("factorize", "allocate"):
+        monkeypatch.setattr(replacement, step, _interrupt)
+    refuses(ValueError, message, swd.replace_model, model, "mlp_out", **{**QUICK, "budgets": "uniform", **changed})

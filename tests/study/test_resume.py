@@ -21,6 +21,7 @@ from tests.analysis.audit_models import lettered
 from tests.circuits.slow import able_split
 from tests.forwards import block_runs
 from tests.micro import random_tokens
+from tests.refusals import refuses
 
 # Where units are random the study still has to hold together; whether the model does the task is no matter here.
 pytestmark = pytest.mark.filterwarnings("ignore::swd_lens.base.errors.UndefinedSufficiencyWarning")
@@ -132,15 +133,13 @@ def test_what_is_added_is_run_and_nothing_else(model, whole, tmp_path):
     run = study(model, tmp_path, tasks=[TOY, OTHER], sparsities=(0.5, 0.6), random_b_seeds=2)
     assert numbers(run) == numbers(study(model, tasks=[TOY, OTHER], sparsities=(0.5, 0.6), random_b_seeds=2))
     assert Run.load(tmp_path).settings["sparsities"] == [0.5, 0.6]
-    with pytest.raises(swd.ResumeError, match=r"tasks: other .* then, None now"):
-        study(model, tmp_path)
+    refuses(swd.ResumeError, r"tasks: other .* then, None now", study, model, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"heldout_tokens": random_tokens(6, 10, seed=2)}, "held-out tokens .* then, .* now"),
-        ({"calibration_tokens": None}, "calibration tokens .* then, None now"),
         ({"outer_iterations": 3}, "solver .*'outer_iterations': 2.* then, .*'outer_iterations': 3.* now"),
         ({"tasks": [task("toy", 20)]}, "tasks: toy .* then, .* now"),
         ({"surfaces": {"one": SITE}}, "surfaces: all .* then, None now"),
@@ -160,8 +159,7 @@ def test_another_host_is_refused(model, whole):
     other = lettered()
     with torch.no_grad():
         other.blocks[0].mlp.W_out.mul_(1.5)
-    with pytest.raises(swd.ResumeError, match=r"the host .* then, .* now"):
-        study(other, whole)
+    refuses(swd.ResumeError, r"the host .* then, .* now", study, other, whole)
 
 
 @pytest.mark.slow
@@ -178,8 +176,7 @@ def test_overwrite_starts_again_and_interrupted_goes_on(model, whole, tmp_path, 
 
 def test_a_run_without_its_parts_is_refused(model, whole, tmp_path):
     Run.load(whole).save(tmp_path)
-    with pytest.raises(swd.ResumeError, match=r"run\.json of a run without its parts"):
-        study(model, tmp_path)
+    refuses(swd.ResumeError, r"run\.json of a run without its parts", study, model, tmp_path)
     study(model, tmp_path, overwrite=True)
     assert saved(tmp_path) == saved(whole) and not list(tmp_path.rglob(f"*{STAGED}"))
 
@@ -200,8 +197,7 @@ def test_a_goal_is_kept_by_every_solved_method_and_goes_on(model, whole, tmp_pat
     assert runs.rows == 0
     both = study(model, tmp_path / "goal", **how)
     assert [r.method for r in both.replacements if not r.control] == ["SWD s=0.5", f"SWD kl={goal:g}"]
-    with pytest.raises(swd.TokenError, match=r"a goal .* needs tokens"):
-        study(model, **how, calibration_tokens=None)
+    refuses(swd.TokenError, r"a goal .* needs tokens", study, model, **how, calibration_tokens=None)
 
 
 @pytest.mark.parametrize("failure", [BudgetError("too few edges"), swd.GoalError("nothing keeps it")])
@@ -237,37 +233,25 @@ def _cut(of):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("of", "change", "message"),
     [
-        (lambda tensors, values: values.update(sites=[]), "sites"),
-        (_cut("scores/"), "shape"),
-        (_cut("means/"), "shape"),
-        (_scores_of_other_factors, "made with other factors"),
+        ("scores", lambda tensors, values: values.update(sites=[]), "sites"),
+        ("scores", _cut("means/"), "shape"),
+        ("scores", _scores_of_other_factors, "made with other factors"),
+        ("curve", _cut("edges/"), "shape"),
     ],
 )
-def test_scores_of_other_values_under_a_right_hash_are_refused(model, whole, tmp_path, change, message):
+def test_parts_of_other_values_under_a_right_hash_are_refused(model, whole, tmp_path, of, change, message):
     folder = shutil.copytree(whole, tmp_path / "changed")
     (folder / "run.json").unlink()
-    for curve in (folder / FOLDER).glob("*curve*"):
-        curve.unlink()
-    part = next(path for path in (folder / FOLDER).glob("*scores*"))
-    tensors, metadata = read_tensors(part, "part")
+    parts = {kind: list((folder / FOLDER).glob(f"*{kind}*")) for kind in ("scores", "curve")}
+    tensors, metadata = read_tensors(parts[of][0], "part")
     about = json.loads(metadata["swd_lens"])
-    change(tensors, about["values"])
-    write_tensors(part, tensors, {"swd_lens": json.dumps(about)})
-    with pytest.raises(swd.ResumeError, match=message):
-        study(model, folder)
-
-
-def test_a_curve_of_other_values_under_a_right_hash_is_refused(model, whole, tmp_path):
-    folder = shutil.copytree(whole, tmp_path / "changed")
-    (folder / "run.json").unlink()
-    part = next(path for path in (folder / FOLDER).glob("*curve*"))
-    tensors, metadata = read_tensors(part, "part")
-    edges = next(name for name in tensors if name.startswith("edges/"))
-    write_tensors(part, {**tensors, edges: tensors[edges][1:].contiguous()}, metadata)
-    with pytest.raises(swd.ResumeError, match=f"{edges}: shape"):
-        study(model, folder)
+    change(tensors, about.get("values"))
+    write_tensors(parts[of][0], tensors, metadata | {"swd_lens": json.dumps(about)})
+    for curve in parts["curve"] if of == "scores" else ():
+        curve.unlink()
+    refuses(swd.ResumeError, message, study, model, folder)
 
 
 # ---------------------------------------------------------------------------------------------- nothing twice
@@ -278,18 +262,7 @@ def test_forwards_of_a_study(model):
 
     def rows(sparsities):
         with block_runs(model, 0) as runs:
-            run_study(
-                model,
-                {"one": SITE},
-                [TOY],
-                sparsities=sparsities,
-                calibration_tokens=TEXT,
-                heldout_tokens=HELD,
-                controls=(),
-                outer_iterations=2,
-                preset="quick",
-                cards_per_task=0,
-            )
+            study(model, surfaces={"one": SITE}, sparsities=sparsities, controls=(), cards_per_task=0)
         return runs.rows
 
     two, four = rows((0.5, 0.75)), rows((0.4, 0.5, 0.6, 0.75))

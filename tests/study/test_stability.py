@@ -11,8 +11,9 @@ import torch
 import swd_lens as swd
 from swd_lens.base.errors import ResumeError, TaskError
 from swd_lens.study import stability_card
-from swd_lens.study.variations import Base, Setting, Variation
+from swd_lens.study.variations import Base
 from swd_lens.units.similarity import match_units
+from tests.refusals import refuses
 
 SITE, TASK = "blocks.2.attn_o", "gendered_pronoun"
 VARY = tuple(axis for axis in stability_card.AXES if axis != "preset")  # with as few alternations only the slowest would differ
@@ -54,16 +55,11 @@ def test_a_card_of_eight_axes(card):
     assert ((shares >= 0) & (shares <= 1)).all().all()
     of_axis = card.runs.set_index("axis")
     # Prompts change the circuit and no unit.
-    for axis in ("prompts", "templates"):
-        assert of_axis.loc[axis, "similarity"] == pytest.approx(1) and of_axis.loc[axis, "similarity by number"] == pytest.approx(
-            1
-        )
+    same = of_axis.loc[["prompts", "templates"], ["similarity", "similarity by number"]]
+    assert same.to_numpy() == pytest.approx(1)
     assert (of_axis.loc[["start", "data", "sparsity", "units"], "similarity"] < 0.999).all()
     assert card.settings["basis"] == "input" and card.settings["preset"] == "quick"
-
-
-@pytest.mark.slow
-def test_the_base_beside_itself(card):
+    # The base beside itself.
     for name in ("similarity", "similarity of claimed", "contribution", "edges shared", "claims recurring"):
         assert card.base[name] == pytest.approx(1), name
     assert card.base["recovered"] > card.base["random recovered"] and card.base["units"] == len(card.claimed)
@@ -101,8 +97,7 @@ def test_the_same_call_takes_everything_over_and_a_longer_one_adds(card, folder,
     pd.testing.assert_frame_equal(stability_card.Stability.load(folder / "stability.json").nulls, card.nulls)
     longer = swd.stability(model(), SITE, task(), n=9, nulls=2, **how)
     assert measured == ["start"] and longer.runs["value"].tolist()[-1] == "2"
-    with pytest.raises(ResumeError, match="recovered"):
-        swd.stability(model(), SITE, task(), n=8, nulls=2, recovered=0.8, **how)
+    refuses(ResumeError, "recovered", swd.stability, model(), SITE, task(), n=8, nulls=2, recovered=0.8, **how)
 
 
 def test_two_runs_that_differ_in_nothing_are_the_same():
@@ -112,22 +107,14 @@ def test_two_runs_that_differ_in_nothing_are_the_same():
     plain, told = (swd.factorize(model(), SITE, **how, **more)[SITE] for more in ({}, {"basis": "input"}))
     match = match_units(plain, told)
     assert match.similarity.min() == pytest.approx(1) and match.partner.tolist() == list(range(128))
-    assert Variation("data", 0).setting(Base(text(), task().train, {}, 0, {}, 0)).refits
-    assert isinstance(Base(text(), task().train, {}, 0, {}, 0).setting, Setting)
 
 
 def test_what_it_refuses():
     call = {"tokens": text(), **HOW}
-    with pytest.raises(ValueError, match="n, the number of runs"):
-        swd.stability(model(), SITE, task(), n=1, **call)
-    with pytest.raises(ValueError, match="vary must be one of 'start'"):
-        swd.stability(model(), SITE, task(), vary=("seed",), **call)
-    with pytest.raises(ValueError, match="names 4 sites"):
-        swd.stability(model(), "mlp_out", task(), **call)
-    with pytest.raises(ValueError, match="does not carry gendered_pronoun"):
-        swd.stability(model(), "blocks.3.attn_o", task(), **call)
+    refuses(ValueError, "n, the number of runs", swd.stability, model(), SITE, task(), n=1, **call)
+    refuses(ValueError, "names 4 sites", swd.stability, model(), "mlp_out", task(), **call)
+    refuses(ValueError, "does not carry gendered_pronoun", swd.stability, model(), "blocks.3.attn_o", task(), **call)
     with pytest.raises(ValueError, match=r"fewer than two runs .*corpus: no other text"):
         swd.stability(model(), SITE, task(), vary=("corpus",), **call)
     metric = replace(task(), test=replace(task().test, metric=lambda logits, examples: logits[:, 0]))
-    with pytest.raises(TaskError, match="metric in the margin's place"):
-        swd.stability(model(), SITE, metric, **call)
+    refuses(TaskError, "metric in the margin's place", swd.stability, model(), SITE, metric, **call)

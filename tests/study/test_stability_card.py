@@ -63,18 +63,12 @@ def test_the_verdict_names_what_is_not_met_and_where():
     assert "In 1 of 2 runs the surface does not carry the task" in " ".join(card_of(lost).notes())
 
 
-@pytest.mark.parametrize("criterion", CRITERIA, ids=lambda each: each.name)
-def test_thresholds_are_those_fixed_beforehand(criterion):
-    asked = {
-        "edges shared": 0.8,
-        "claims recurring": 0.8,
-        "CV of recovered": 0.25,
-        "over random units": 3,
-        "over a re-paired task": 1.5,
-    }
-    assert criterion.threshold == asked[criterion.name]
-    step = 1e-9 if criterion.at_least else -1e-9
-    assert criterion.met(criterion.threshold) and not criterion.met(criterion.threshold - step) and not criterion.met(math.nan)
+def test_thresholds_are_those_fixed_beforehand():
+    asked = {"edges shared": 0.8, "claims recurring": 0.8, "CV of recovered": 0.25, "over random units": 3}
+    assert {each.name: each.threshold for each in CRITERIA} == asked | {"over a re-paired task": 1.5}
+    for each in CRITERIA:
+        step = 1e-9 if each.at_least else -1e-9
+        assert each.met(each.threshold) and not each.met(each.threshold - step) and not each.met(math.nan)
 
 
 def test_a_card_is_saved_and_shown(tmp_path):
@@ -85,11 +79,8 @@ def test_a_card_is_saved_and_shown(tmp_path):
     assert again.verdict == card.verdict and again.claimed == [3, 5] and again.left_out == card.left_out
     pd.testing.assert_frame_equal(again.table(), card.table())
     pd.testing.assert_frame_equal(again.runs, card.runs)
-    assert math.isnan(again.runs["recovered"].iloc[1])
     assert "random atoms 0.05" in " ".join(card.notes()) and "rotated start" not in " ".join(card.notes())
-    html = card._repr_html_()
-    assert card.verdict.split("(")[0] in html and "edges shared" in html
-    assert len(card.figure().axes) == 4
+    assert card.verdict.split("(")[0] in card._repr_html_() and len(card.figure().axes) == 4
     assert list(card.by_axis()["axis"]) == ["start", "data", "null"]
 
 
@@ -117,14 +108,11 @@ def test_a_re_paired_task_keeps_the_prompts_and_deals_the_answers():
 
 def test_effects_that_know_nothing_of_the_prompts_answers_are_seldom_specific():
     """Noise on every prompt's logits: over 24 runs the ratio is above 1.5 in far fewer than one card in twenty."""
-    split = random_split(30)
-    generator = torch.Generator().manual_seed(0)
-    cards = []
+    split, generator, cards = random_split(30), torch.Generator().manual_seed(0), []
+    shape = 30, len(split.token_ids)
     for _ in range(60):
-        runs = [
-            re_paired(torch.randn(30, len(split.token_ids), generator=generator, dtype=torch.float64), split, seed=i)
-            for i in range(24)
-        ]
+        effects = [torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(24)]
+        runs = [re_paired(effect, split, seed=i) for i, effect in enumerate(effects)]
         drop, dealt = (sum(each) / len(runs) for each in zip(*runs, strict=True))
         cards.append(drop / dealt)
     assert sum(ratio >= 1.5 for ratio in cards) <= 1

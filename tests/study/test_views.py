@@ -68,6 +68,8 @@ def test_a_replaced_surface_shows_what_it_changed(default_model, task, surfaces,
 def test_large_models_and_long_prompts_show_few_heads_and_positions(default_model, task, surfaces, monkeypatch):
     monkeypatch.setattr(module, "_MOST_HEADS", 5)
     monkeypatch.setattr(module, "_LONGEST", 7)
+    tokens = task.test.tokens[0][None]
+    before = default_model(tokens)
     dense, changed = attention_views(default_model, [task], surfaces)
     assert len(dense.names) == 8 and "8 of 16 heads, those that the replacements changed most" in dense.caption
     assert len(dense.tokens) == len(dense.values[0]) == len(dense.values[0][0]) == 7
@@ -75,6 +77,7 @@ def test_large_models_and_long_prompts_show_few_heads_and_positions(default_mode
     monkeypatch.setattr(module, "_MOST_VALUES", 3 * 49)
     dense, changed = attention_views(default_model, [task], surfaces)
     assert len(dense.names) == 3 and len(changed.names) == 2
+    assert torch.equal(default_model(tokens), before)
 
 
 def test_a_host_that_shows_no_patterns_has_no_views(default_model, task, monkeypatch):
@@ -82,13 +85,6 @@ def test_a_host_that_shows_no_patterns_has_no_views(default_model, task, monkeyp
     monkeypatch.setattr(type(default_model), "hook_dict", property(lambda model: hooks), raising=False)
     monkeypatch.delitem(default_model.__dict__, "hook_dict", raising=False)
     assert attention_views(default_model, [task], {}) == []
-
-
-def test_the_host_is_left_as_it_was(default_model, task, surfaces):
-    tokens = task.test.tokens[0][None]
-    before = default_model(tokens)
-    attention_views(default_model, [task], surfaces)
-    assert torch.equal(default_model(tokens), before)
 
 
 def test_views_go_through_json_and_refuse_what_does_not_fit():
