@@ -50,11 +50,6 @@ def test_without_scikit_learn_it_says_so(problem, monkeypatch):
         answer("dictionary learning", problem)
 
 
-def test_an_unknown_method(problem):
-    with pytest.raises(ValueError, match="method must be one of 'SWD'"):
-        answer("PCA", problem)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["transcoder", "VPD"])
 def test_learned_methods_learn(problem, method, monkeypatch):

@@ -226,23 +226,3 @@ def test_a_pickle_is_eight_bytes_an_edge(tmp_path):
     FactorSet({site: sparse_factors(200, 150, 200, 0.4) for site in ("a", "b")}).save(tmp_path)
     loaded = FactorSet.load(tmp_path)
     assert len(pickle.dumps(loaded)) < 8 * loaded.edges + 5000
-
-
-class _Sums(torch.utils.data.Dataset):
-    def __init__(self, factors: FactorSet):
-        self.factors = factors
-
-    def __len__(self) -> int:
-        return len(SITES)
-
-    def __getitem__(self, i: int) -> float:
-        return float(self.factors[SITES[i]].product().sum())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_a_loaded_set_in_a_data_loaders_worker(tmp_path, how):
-    some().save(tmp_path)
-    data = _Sums(FactorSet.load(tmp_path))
-    loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=how)
-    assert list(loader) == [float(f.product().sum()) for f in some().values()]

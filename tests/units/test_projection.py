@@ -87,13 +87,15 @@ def test_what_versions_do_not_see_ends_the_next_call(model, edit, site, part, na
     assert not attachment.attached and not any("unit" in name for name in model.hook_dict)
 
 
-@pytest.mark.parametrize("leave", [lambda a: a.detach(), lambda a: a.__exit__(None, None, None)])
+@pytest.mark.parametrize(
+    "leave", [lambda a, m: a.detach(), lambda a, m: a.__exit__(None, None, None), lambda a, m: swd.detach(m)]
+)
 def test_the_latest_call_that_notices_is_detach(model, leave):
     attachment = attach(model, identity(model, "blocks.1.mlp_out"))
     model.blocks[1].mlp.W_out.data.mul_(2)
     model(TOKENS)  # the old matrix, silently: nothing counts what .data writes
     with pytest.raises(AttachError, match=WEIGHT.format(r"blocks\.1\.mlp_out")):
-        leave(attachment)
+        leave(attachment, model)
     assert not attachment.attached and "hook_mlp_out_unit" not in model.blocks[1]._modules
 
 
@@ -148,18 +150,6 @@ def test_a_host_may_be_moved_to_another_dtype(model, changed):
         assert attachment.attached
 
 
-def test_a_deep_copy_watches_its_own_weights_and_factors(model):
-    factors = {"blocks.1.mlp_out": everywhere(model)["blocks.1.mlp_out"]}
-    with attach(model, factors):
-        other = copy.deepcopy(model)
-        assert torch.equal(other(TOKENS), model(TOKENS))
-        with torch.no_grad():
-            other.blocks[1].mlp.W_out.mul_(2)
-        with pytest.raises(AttachError, match=WEIGHT.format(r"blocks\.1\.mlp_out")):
-            other(TOKENS)
-        model(TOKENS)
-
-
 def test_units_of_an_encode_decode_pair_watch_the_weight_alone(model):
     coder = Coder(torch.randn(32, 4), torch.randn(4, 16))
     with attach(model, {"blocks.1.mlp_out": coder}), torch.no_grad():
@@ -177,14 +167,6 @@ def test_units_of_a_whole_mlp_watch_all_of_its_matrices(model):
             getattr(model.blocks[1].mlp, name).mul_(2)
             with pytest.raises(AttachError, match=WEIGHT.format(r"blocks\.1\.mlp")):
                 model(TOKENS)
-
-
-def test_rows_that_are_exchanged_in_place_change_the_fingerprint(model):
-    factors, weight = factorized(model), model.blocks[1].mlp.W_out
-    attach(model, factors).detach()
-    weight.data.copy_(weight.data[torch.tensor([1, 0, *range(2, 32)])])
-    with pytest.raises(AttachError, match=r"blocks\.1\.mlp_out"):
-        attach(model, factors)
 
 
 # ---------------------------------------------------------------------------------------------- the factors

@@ -8,8 +8,7 @@ from tests.hosts.bridge.conftest import close, sites_with, swap_dense
 
 
 @pytest.mark.quick_cases(5)
-@pytest.mark.parametrize("pos", [11, 2, 45])  # gemma2's window is 32 positions
-@pytest.mark.parametrize("swapped", [True, False])
+@pytest.mark.parametrize(("pos", "swapped"), [(2, True), (45, False)])  # gemma2's window is 32 positions
 def test_a_prefix_gives_the_logits_of_the_whole_prompt(causal, pos, swapped):
     tokens = families.some_tokens(rows=3, pos=pos)
     undo = swap_dense(causal, sites_with(causal, packed=True)) if swapped else lambda: None
