@@ -1,5 +1,6 @@
 """Folders of SAELens and circuit-tracer on bridges, where neither package needs to be: what is attached is what hooks do."""
 
+import json
 from typing import Any
 
 import pytest
@@ -55,3 +56,16 @@ def test_attached_is_what_hooks_do(name: str, place: str, tmp_path: Any) -> None
             attached = host_of(model).run(TOKENS)
     torch.testing.assert_close(attached, by_hand, rtol=1e-5, atol=1e-5)
     assert float((attached - plain).abs().max()) > 1e-3
+
+
+def test_a_graph_of_a_bridge_as_a_folder(tmp_path: Any) -> None:
+    from tests.analysis.graph_checks import all_units, random_factors
+    from tests.analysis.viewer_rules import check_neuronpedia
+
+    model = families.bridge("llama")
+    factors = random_factors(model, "attn_o", "mlp_in", "mlp_out")
+    graph = swd.graph.unit_graph(model, factors, all_units(factors), prompt=TOKENS[0].tolist(), answers=2)
+    audit = swd.audit(model, swd.FactorSet(factors), TOKENS, progress=False)
+    exported = graph.export(tmp_path, target="neuronpedia", audit=audit)
+    check_neuronpedia(json.loads(exported.path.read_text(encoding="utf-8")), n_layers=2)
+    assert exported.features[1] > 5

@@ -155,6 +155,12 @@ def run(*arguments):
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
 
+def test_an_unknown_kind_of_host_is_one_line(tmp_path):
+    result = run("demo", "--host", "hooks", "--out", tmp_path / "out")
+    assert result.exit_code == 1 and not (tmp_path / "out").exists()
+    assert "kind must be one of 'auto', 'hooked', 'bridge', got 'hooks'" in " ".join(result.stderr.split())
+
+
 def test_factorize_a_checkpoint_folder(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(" ".join(["So Mary is a really great friend, isn't she"] * 400))

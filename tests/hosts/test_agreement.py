@@ -18,8 +18,9 @@ from tests import families
 
 VERSION = int(metadata.version("transformer_lens").split(".")[0])
 needs_hooked = pytest.mark.skipif(VERSION > 3, reason="this transformer_lens has no HookedTransformer")
-RIGHT = [("bridge", name) for name in (*families.FAMILIES, "opt")]
-RIGHT += [("hooked", name) for name in (*families.HOOKED, "opt") if VERSION < 4]
+RIGHT = [("bridge", name, "float32") for name in (*families.FAMILIES, "opt")]
+RIGHT += [("hooked", name, "float32") for name in (*families.HOOKED, "opt") if VERSION < 4]
+RIGHT += [(kind, name, "bfloat16") for kind in ("bridge", "hooked")[: 1 + (VERSION < 4)] for name in ("gpt2", "llama")]
 SUSPECTS = ("stablelm", "cohere", "cohere2", "hunyuan")
 
 
@@ -153,8 +154,7 @@ def test_a_model_that_takes_more_than_tokens_is_not_compared_and_that_is_said(mo
 
 
 @pytest.mark.quick_cases(8)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("kind", "name"), RIGHT)
+@pytest.mark.parametrize(("kind", "name", "dtype"), RIGHT)
 def test_a_host_that_is_right_says_how_far_it_is_off_and_is_as_without_the_check(kind, name, dtype):
     model, plain = (load_host(folder(name), kind, dtype=dtype, check=check) for check in (True, False))
     difference = difference_of(model)

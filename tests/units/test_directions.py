@@ -56,9 +56,6 @@ def test_readers_pass_the_norm_s_weight():
         ({"direction": 3, "model": None}, "the direction 3 names tokens; pass the model"),
         ({"direction": 10**6}, "id 1000000 is outside 0 to"),
         ({"direction": " he"}, "' he': this host has no tokenizer, give token ids"),
-        ({"direction": 3, "by": "size"}, "by must be one of 'cosine', 'dot product', got 'size'"),
-        ({"direction": 3, "n": 0}, "n must be a whole number of at least 1, got 0"),
-        ({"direction": 3, "tokens_as": "text"}, "tokens_as must be one of 'unembedding', 'embedding', got 'text'"),
     ],
 )
 def test_what_is_no_direction_is_refused(how, message):

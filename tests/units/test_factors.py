@@ -107,7 +107,7 @@ def pairs(draw) -> tuple[torch.Tensor, torch.Tensor]:
     return matrix(d_in, units), matrix(units, d_out)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.sampled_from(["blocks.0.mlp_in", "blocks.0.mlp_out", "a/b", "a_b", "é"]), pairs(), max_size=4))
 def test_any_set_survives_its_files(drawn):
     factors = {site: Factors(*pair) for site, pair in drawn.items()}

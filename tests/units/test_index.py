@@ -176,7 +176,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path
 
 
 @pytest.mark.parametrize("moment", ["_opened", "StoredSite"])
-@pytest.mark.parametrize("times", [1, 2, 30])
+@pytest.mark.parametrize("times", [1, 2, 9])
 def test_a_reader_beside_a_writer_sees_one_of_the_sets(tmp_path, monkeypatch, moment, times):
     """Between the index and its files, and between a file's check and its opening, another set is saved; the same one every
     second time."""

@@ -33,6 +33,12 @@ PLACES = [
 ]
 
 
+def every_edit_and_place_once(edits):
+    names = list(edits)
+    cases = [(names[i % len(names)], *PLACES[i % len(PLACES)]) for i in range(max(len(names), len(PLACES)))]
+    return pytest.mark.parametrize(("edit", "site", "part", "name"), cases)
+
+
 def random_factors(site, seed=0):
     generator = torch.Generator().manual_seed(seed)
     read, write = (torch.randn(shape, generator=generator) for shape in ((site.d_in, 6), (6, site.d_out)))
@@ -50,8 +56,7 @@ def factorized(model, sites="blocks.1.mlp_*"):
 # ---------------------------------------------------------------------------------------------- the host's matrices
 
 
-@pytest.mark.parametrize(("site", "part", "name"), PLACES)
-@pytest.mark.parametrize("edit", SEEN_BY_VERSION)
+@every_edit_and_place_once(SEEN_BY_VERSION)
 def test_a_changed_weight_ends_the_next_forward(model, edit, site, part, name):
     attachment = attach(model, everywhere(model))
     model(TOKENS)
@@ -67,8 +72,7 @@ def test_a_changed_weight_ends_the_next_forward(model, edit, site, part, name):
     attach(model, everywhere(model)).detach()
 
 
-@pytest.mark.parametrize(("site", "part", "name"), PLACES)
-@pytest.mark.parametrize("edit", SEEN_BY_VALUE)
+@every_edit_and_place_once(SEEN_BY_VALUE)
 def test_what_versions_do_not_see_ends_the_next_call(model, edit, site, part, name):
     factors = everywhere(model)
     split = random_split()
@@ -188,8 +192,9 @@ def test_changed_factors_end_the_next_forward(model, edit, which, kernel, monkey
     assert not any("unit" in name for name in model.hook_dict)
 
 
-@pytest.mark.parametrize("which", ["read", "write"])
-@pytest.mark.parametrize("edit", FACTOR_SEEN_BY_VERSION | FACTOR_SEEN_BY_VALUE)
+@pytest.mark.parametrize(
+    ("edit", "which"), zip(FACTOR_SEEN_BY_VERSION | FACTOR_SEEN_BY_VALUE, ["read", "write"] * 3, strict=True)
+)
 def test_changed_factors_are_refused_by_every_call(model, edit, which, tmp_path):
     factors = factorized(model)
     name = "blocks.1.mlp_out"
@@ -271,8 +276,9 @@ def test_copies_of_factors_are_factors_like_any(model):
     f.require_unedited()
 
 
-@pytest.mark.parametrize("density", [1.0, 0.02], ids=["dense", "sparse"])
-@pytest.mark.parametrize("mode", [True, False], ids=["made under inference_mode", "attached under it"])
+@pytest.mark.parametrize(
+    ("density", "mode"), [(1.0, True), (0.02, False)], ids=["dense, made under it", "sparse, attached under it"]
+)
 def test_no_unit_is_an_inference_tensor(density, mode):
     model, name = toy_model(d_model=64, d_mlp=256, d_head=32), "blocks.1.mlp_out"
     generator = torch.Generator().manual_seed(0)

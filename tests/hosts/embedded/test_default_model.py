@@ -117,10 +117,6 @@ def test_text_tokens_are_rows_of_held_out_documents(model, packer):
 
 
 def test_bad_requests_say_what_to_do(tmp_path):
-    with pytest.raises(ValueError, match="split must be one of 'train', 'validation', 'test', got 'dev'"):
-        text_tokens(100, split="dev")
-    with pytest.raises(ValueError, match="n_tokens must be a whole number of at least 1, got 0"):
-        text_tokens(0)
     with pytest.raises(FileNotFoundError, match=r"has no config\.json; give a folder"):
         load_model_folder(tmp_path)
     for name in ("config.json", "model.safetensors"):
