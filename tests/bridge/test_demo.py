@@ -33,16 +33,6 @@ def load(kind, dtype=torch.float32):
         return swd.load_default_model(kind=kind, dtype=dtype)
 
 
-def walk(kind):
-    """Factors, fidelity, scores and curve of one site, made and measured on one kind of host."""
-    model, tokens = load(kind), swd.text_tokens(2048, split="train")
-    factors = swd.factorize(load(kind, torch.float64), SITE, sparsity=0.5, tokens=tokens, outer_iterations=4, progress=False)
-    task = swd.load_task("greater_than", model, n_train=20, n_test=10)
-    scores = swd.attribute(model, factors, task)
-    found = swd.fidelity(model, factors, swd.text_tokens(1024, split="test"))
-    return factors[SITE], found, scores, swd.evaluate(model, factors, task, scores)
-
-
 @pytest.fixture(scope="module")
 def bridge():
     return load("bridge")
@@ -52,11 +42,14 @@ every_kind = pytest.mark.parametrize("kind", ["bridge", pytest.param("hooked", m
 
 
 @pytest.fixture(scope="module")
-def walked():
-    return walk("bridge")
-
-
-# ---------------------------------------------------------------------------------------------- the embedded model
+def walked(bridge):
+    """Factors, fidelity, scores and curve of one site."""
+    tokens = swd.text_tokens(2048, split="train")
+    factors = swd.factorize(load("bridge", torch.float64), SITE, sparsity=0.5, tokens=tokens, outer_iterations=4, progress=False)
+    task = swd.load_task("greater_than", bridge, n_train=20, n_test=10)
+    scores = swd.attribute(bridge, factors, task)
+    found = swd.fidelity(bridge, factors, swd.text_tokens(1024, split="test"))
+    return factors[SITE], found, scores, swd.evaluate(bridge, factors, task, scores)
 
 
 def test_it_loads_without_a_warning(recwarn, capfd):
@@ -116,9 +109,6 @@ def test_logits_are_those_of_the_hooked_transformer(dtype, tolerance):
     assert float((found - expected).abs().max()) < tolerance * float(expected.abs().max())
 
 
-# ---------------------------------------------------------------------------------------------- the road
-
-
 @needs_hooked_transformer
 def test_grams_of_a_float64_host_are_the_same_bits(bridge):
     tokens = swd.text_tokens(2048, split="train")
@@ -148,9 +138,6 @@ def test_units_that_no_hook_sees_are_an_error(bridge, walked, monkeypatch):
         swd.attribute(bridge, walked[0], task)
 
 
-# ---------------------------------------------------------------------------------------------- the command line
-
-
 def run(*arguments):
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
@@ -172,9 +159,6 @@ def test_factorize_a_checkpoint_folder(tmp_path):
     assert printed["provenance"]["model"] == folder.name
     assert str(folder.parent) not in (tmp_path / "f" / "factors.json").read_text()
     assert [row["site"] for row in printed["sites"]] == list(swd.FactorSet.load(tmp_path / "f"))
-
-
-# ---------------------------------------------------------------------------------------------- compare_runs
 
 
 def test_compare_runs_tells_the_same_from_the_different(tmp_path, capsys):

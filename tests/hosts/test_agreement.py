@@ -168,9 +168,6 @@ def test_a_host_that_is_right_says_how_far_it_is_off_and_is_as_without_the_check
         assert a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
 
 
-# ---------------------------------------------------------------------------------------------- HookedTransformers
-
-
 @pytest.fixture
 def wrong(monkeypatch):
     """HookedTransformers whose last norm is scaled by 1.01."""

@@ -176,18 +176,6 @@ def test_another_residual_is_taken_up(kind, family):
             assert relative(host.last_logits(tokens, start=start), whole) < 1e-5
 
 
-@two_hosts
-def test_hooks_behind_the_last_block_see_plain_tensors(kind, family):
-    model, _, tokens = loaded(kind, family)
-    host, n_layers, seen = host_of(model), len(model.blocks), []
-    with torch.no_grad():
-        end = host.residual(tokens, n_layers)
-        name = "ln_final.hook_normalized" if kind == "hooked" else "ln_final.hook_in"
-        with model.hooks(fwd_hooks=[(name, lambda x, hook: seen.append(x) or x)]):
-            host.last_logits(tokens, start=Start(n_layers, end))
-    assert [type(x) for x in seen] == [torch.Tensor] and seen[0][0].shape == (1, seen[0].shape[-1])
-
-
 def early(factors, layer):
     """The units before a block."""
     return {name: factors[name] for name in factors if split_name(name)[0] < layer}

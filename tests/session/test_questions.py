@@ -62,13 +62,6 @@ def test_steering_by_three_write_vectors(session):
     torch.testing.assert_close(steered[out] - plain[out], (3 * write).expand_as(plain[out]), atol=1e-4, rtol=1e-4)
 
 
-def test_two_circuits_side_by_side(session):
-    a, b = (swd.Circuit.of(session.factors, session.scores, session.scores.ranking()[i : i + 6]) for i in (0, 3))
-    table = a.side_by_side(b)
-    assert table["in"].tolist() == ["both"] * 3 + ["this"] * 3 + ["other"] * 3
-    assert table["rank"].tolist() == [4, 5, 6, 1, 2, 3, 7, 8, 9] and (a & b).table()["rank"].tolist() == [4, 5, 6]
-
-
 def test_which_head_a_unit_reads(session):
     top = session.scores.top(session.scores.n_units)
     best = top[top["head"] != ""].iloc[0]

@@ -145,13 +145,6 @@ def test_edges_are_nonzeros_where_the_weights_are_seen_and_dense_where_not():
     assert seen.sparsity == 1 - 11 / 6
 
 
-def test_a_unit_that_writes_the_input_reaches_the_output_through_all_of_w():
-    decoder = torch.tensor([[1.0, 0, 0], [0, 1, 1], [0, 0, 1], [0, 0, 0]])
-    units = with_site(coder=OpenCoder(ENC, decoder), writes="input")
-    assert units.edges_per_unit.tolist() == [1 + 2, 2 + 2, 1 + 2, 3 + 0]
-    assert units.valid_units.tolist() == [True, True, True, False]
-
-
 def test_a_gradient_reaches_z_and_h():
     h, seen = torch.ones(1, 1, 3, requires_grad=True), []
     with_site().run(h, double, lambda z: seen.append(z) or z).sum().backward(inputs=[h])
@@ -231,34 +224,20 @@ def relu_coder(model, units=24, seed=0):
     return Functions(lambda h: (h @ encoder / 6 + 0.1).relu(), lambda z: z @ decoder / 6 + model.blocks[1].mlp.b_out)
 
 
-def exact_sources(model):
-    """Sources that compute the dense output of mlp_out, each in its own way."""
-    w, b = model.blocks[1].mlp.W_out.detach().clone(), model.blocks[1].mlp.b_out.detach().clone()
-    return {
-        "read/write": SimpleNamespace(read=w, write=torch.eye(16)),
-        "transcoder": Functions(lambda h: h, lambda z: z @ w + b),
-        "SAE on the output": Functions(lambda y: y * 2, lambda z: z / 2, reads="output"),
-        "SAE on the input": Functions(lambda h: h * 2, lambda z: z / 2, writes="input"),
-    }
-
-
-@pytest.mark.parametrize("name", exact_sources(toy_model()))
-def test_exact_sources_give_the_dense_logits_and_restore_the_host(model, name):
-    source = exact_sources(model)[name]
-    dense, hooks, keys = model(TOKENS), list(model.hook_dict.items()), list(model.state_dict())
-    with swd.attach(model, {NAME: source}):
-        logits, cache = model.run_with_cache(TOKENS)
-        assert list(model.state_dict()) == keys
-    assert cache["mlp_out_unit", 1].shape == (2, 6, {"read/write": 16, "SAE on the output": 16}.get(name, 32))
-    torch.testing.assert_close(logits, dense, rtol=0, atol=float(dense.detach().abs().max()) * 1e-5)
-    assert list(model.hook_dict.items()) == hooks and torch.equal(model(TOKENS), dense)
-
-
 def test_a_transcoder_replaces_the_dense_product_and_an_sae_does_not(model):
-    dense = model(TOKENS)
-    transcoder, sae = (exact_sources(model)[name] for name in ("transcoder", "SAE on the output"))
+    dense, weight = model(TOKENS), model.blocks[1].mlp.W_out
+    w, b = weight.detach().clone(), model.blocks[1].mlp.b_out.detach().clone()
+    transcoder = Functions(lambda h: h, lambda z: z @ w + b)
+    sae, of_input = (
+        Functions(lambda y: y * 2, lambda z: z / 2, reads="output"),
+        Functions(lambda h: h, lambda z: z, writes="input"),
+    )
+    for source in (SimpleNamespace(read=w, write=torch.eye(16)), transcoder, sae, of_input):  # each computes the dense output
+        with swd.attach(model, {NAME: source}):
+            torch.testing.assert_close(model(TOKENS), dense)
+        assert torch.equal(model(TOKENS), dense)
     with torch.no_grad():
-        model.blocks[1].mlp.W_out.fill_(torch.nan)
+        weight.fill_(torch.nan)
     with swd.attach(model, {NAME: transcoder}):
         torch.testing.assert_close(model(TOKENS), dense)
     with swd.attach(model, {NAME: sae}):

@@ -90,9 +90,6 @@ def test_non_finite_weight(make):
         make(weight)
 
 
-# ---------------------------------------------------------------------------------------------- whitened
-
-
 def gram_of(size: int, rank: int, seed: int = 1) -> torch.Tensor:
     """E[h^T h] of `rank` vectors whose entries differ in scale."""
     h = torch.randn(rank, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

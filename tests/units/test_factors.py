@@ -68,9 +68,6 @@ def test_sparse_view():
     assert csc.ccol_indices().diff().tolist() == (f.read != 0).sum(0).tolist()
 
 
-# ---------------------------------------------------------------------------------------------- copies
-
-
 def test_other_records_share_the_values_and_their_watch():
     f = small()
     probe = Probe.of(torch.tensor([1.0, 2.0]), f.read, f.write)
@@ -86,9 +83,6 @@ def test_other_records_share_the_values_and_their_watch():
         with pytest.raises(AttachError, match="were changed in place"):
             each.require_unedited()
     assert replace(other).probe is None and "relmse" not in replace(other).provenance
-
-
-# ---------------------------------------------------------------------------------------------- files
 
 
 # Values that float32 holds exactly, the smallest and largest among them; zeros and -0 are no edges.
@@ -204,9 +198,6 @@ def test_values_that_are_not_finite_are_not_saved(tmp_path):
     with pytest.raises(FactorFileError, match=r"blocks\.1\.mlp_out: write\[1, 0\] is nan; nothing was saved"):
         FactorSet({"blocks.1.mlp_out": bad}).save(tmp_path)
     assert list(FactorSet.load(tmp_path)) == ["blocks.0.mlp_out"]
-
-
-# ---------------------------------------------------------------------------------------------- sets
 
 
 def test_sets():

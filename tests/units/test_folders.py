@@ -1,16 +1,13 @@
 """Folders of SAELens and circuit-tracer as unit sources: what is read and refused. In a host: bridge/test_coder_folders.py."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import swd_lens as swd
 from swd_lens.base.errors import UnitSourceError
 from swd_lens.units.folders import load_coders
-from tests.micro import toy_model
 from tests.units.coder_folders import circuit_tracer_folder, random_weights, saelens_folder
 
 
@@ -49,9 +46,6 @@ def test_folders_below_one_and_older_configurations(tmp_path: Path) -> None:
     scope = {"w_enc": own["W_enc"], "w_dec": own["W_dec"], **{name: own[name] for name in ("b_enc", "b_dec", "threshold")}}
     (units,) = load_coders(circuit_tracer_folder(tmp_path / "scope", {0: scope})).values()
     assert torch.equal(units.coder.W_enc, own["W_enc"])
-
-
-# ---------------------------------------------------------------------------------------------- refused
 
 
 def test_folders_that_hold_no_coder(tmp_path: Path) -> None:
@@ -114,9 +108,3 @@ def test_transcoders_that_have_no_site(tmp_path: Path) -> None:
         load_coders(circuit_tracer_folder(tmp_path / "residual", weights, feature_input_hook="hook_resid_mid"))
     with pytest.raises(FileNotFoundError, match="elsewhere"):
         load_coders(circuit_tracer_folder(tmp_path / "gone", {}, transcoders=["elsewhere.safetensors"]))
-
-
-def test_a_coder_of_another_width_is_refused_by_the_host(tmp_path: Path) -> None:
-    (units,) = load_coders(saelens_folder(tmp_path, random_weights(6, 8, 6, "b_enc"))).values()
-    with pytest.raises(UnitSourceError, match="6"):
-        swd.attach(toy_model(), {"blocks.1.mlp_out": replace(units)})

@@ -30,9 +30,6 @@ def test_with_the_real_client(tmp_path):
     )
 
 
-# ---------------------------------------------------------------------------------------------- without a network
-
-
 def toy(model: str | None = "EleutherAI/pythia-70m") -> FactorSet:
     f = Factors(torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.tensor([[2.0, 1.0], [0.0, 3.0]]))
     provenance = {} if model is None else {"model": model}

@@ -28,9 +28,6 @@ def some(seed: int = 0) -> FactorSet:
     return FactorSet({site: sparse(seed + i) for i, site in enumerate(SITES)}, {"seed": seed})
 
 
-# ---------------------------------------------------------------------------------------------- what is noticed
-
-
 @pytest.mark.parametrize(
     "edit",
     [
@@ -107,9 +104,6 @@ def test_defaults_change_nothing(tmp_path, surroundings):
     }
 
 
-# ---------------------------------------------------------------------------------------------- what is deleted
-
-
 def test_saving_over_deletes_nothing_that_it_did_not_write(tmp_path):
     """An index that another program wrote may name anything in the folder."""
     FactorSet({"blocks.0.mlp_in": sparse(0)}).save(tmp_path)
@@ -155,9 +149,6 @@ def test_a_folder_in_place_of_a_file_is_refused_before_the_index_is_replaced(tmp
     assert [path.name for path in (tmp_path / "third").iterdir()] == [INDEX]
 
 
-# ---------------------------------------------------------------------------------------------- writers and readers
-
-
 def test_a_second_writer_is_refused_and_nothing_is_lost(tmp_path):
     some().save(tmp_path)
     with writing(tmp_path, "factorize"):
@@ -201,9 +192,6 @@ def test_a_damaged_folder_is_read_twice_and_no_more(tmp_path, monkeypatch):
     with pytest.raises(FactorFileError, match="is not the file that"):
         FactorSet.load(tmp_path)
     assert len(calls) == 2
-
-
-# ---------------------------------------------------------------------------------------------- copies and other processes
 
 
 def test_a_loaded_set_is_pickled_and_copied(tmp_path):

@@ -34,9 +34,6 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-# ---------------------------------------------------------------------------------------------- values
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_by_hand(kernel):
     # h = (1, 10), factor = [[2, 0], [0, 3]], bias = (100, 200): (2 + 100, 30 + 200)
@@ -78,9 +75,6 @@ def test_same_bits_every_time(factor, kernel):
     assert torch.equal(tracked, first), "with a gradient path the forward is the same"
 
 
-# ---------------------------------------------------------------------------------------------- gradients
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_gradcheck(kernel):
     product = FactorProduct(sparse_factor(0.3, 5, 4, torch.float64), kernel)
@@ -102,9 +96,6 @@ def test_torch_func(factor, kernel):
     assert relative(torch.func.vmap(product, (0, None))(h, bias[0]), h @ factor + bias[0]) < 1e-6
     assert relative(torch.func.vmap(product)(h, bias), h @ factor + bias[:, None]) < 1e-6
     assert relative(torch.func.vmap(product, (None, 0))(h[0], bias), h[0] @ factor + bias[:, None]) < 1e-6
-
-
-# ---------------------------------------------------------------------------------------------- a module among modules
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -149,9 +140,6 @@ def test_compiles_as_one_graph(factor, kernel):
     forward = getattr(FactorProduct.forward, "__wrapped__", FactorProduct.forward)
     compiled = torch.compile(lambda h: forward(product, h, bias), fullgraph=True, backend="eager")
     assert relative(compiled(h), product(h, bias)) < 1e-6
-
-
-# ---------------------------------------------------------------------------------------------- the choice
 
 
 def test_choice_follows_the_bytes():

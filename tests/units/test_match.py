@@ -171,9 +171,6 @@ def test_factors_that_do_not_say_of_which_w_they_are_are_moved_by_their_origin()
     assert_same(seen(model, {"blocks.0.mlp_in": f}), seen(host, {"blocks.0.mlp_in": moved}))
 
 
-# ---------------------------------------------------------------------------------------------- hashes
-
-
 SITE = "blocks.1.mlp_out"
 
 

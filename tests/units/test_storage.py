@@ -102,9 +102,6 @@ def test_the_present_code_writes_the_golden_files(tmp_path, again):
     assert written == kept
 
 
-# ---------------------------------------------------------------------------------------------- records in a file
-
-
 def travelling() -> Factors:
     """Factors with everything that can travel: W (3, 2), two units."""
     read = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
@@ -197,9 +194,6 @@ def test_files_without_records_hold_no_extras(tmp_path):
     (path,) = tmp_path.glob("*.safetensors")
     assert set(load_file(path)) == {"read.index", "read.value", "write.index", "write.value"}
     assert Factors.load(tmp_path).origin is None
-
-
-# ---------------------------------------------------------------------------------------------- damaged
 
 
 def ints(*values: int) -> torch.Tensor:
