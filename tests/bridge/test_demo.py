@@ -49,7 +49,7 @@ def walked(bridge):
     task = swd.load_task("greater_than", bridge, n_train=20, n_test=10)
     scores = swd.attribute(bridge, factors, task)
     found = swd.fidelity(bridge, factors, swd.text_tokens(1024, split="test"))
-    return factors[SITE], found, scores, swd.evaluate(bridge, factors, task, scores)
+    return factors[SITE], found, scores, swd.evaluate(bridge, factors, task, scores, random_sets=0)
 
 
 def test_it_loads_without_a_warning(recwarn, capfd):

@@ -31,9 +31,10 @@ def test_rows_and_words(table):
 
 
 def test_a_folder_keeps_what_is_finished(tmp_path, monkeypatch):
-    first = run_truth(["planted"], cases=["4 + 4 entries"], seeds=1, out=tmp_path, **FEW)
+    how = {"cases": ["4 + 4 entries"], "methods": ["neurons", "SVD"], "seeds": 1, "out": tmp_path, "progress": False}
+    first = run_truth(["planted"], **how)
     monkeypatch.setattr(run, "answer", lambda *_: pytest.fail("made again"))
-    again = run_truth(["planted"], cases=["4 + 4 entries"], seeds=1, out=tmp_path, **FEW)
+    again = run_truth(["planted"], **how)
     assert again.rows.equals(first.rows) and TruthTable.load(tmp_path / "truth.json").rows.equals(first.rows)
 
 

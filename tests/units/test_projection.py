@@ -92,7 +92,9 @@ def test_what_versions_do_not_see_ends_the_next_call(model, edit, site, part, na
 
 
 @pytest.mark.parametrize(
-    "leave", [lambda a, m: a.detach(), lambda a, m: a.__exit__(None, None, None), lambda a, m: swd.detach(m)]
+    "leave",
+    [lambda a, m: a.detach(), lambda a, m: a.__exit__(None, None, None), lambda a, m: swd.detach(m)],
+    ids=["handle", "block", "by name"],
 )
 def test_the_latest_call_that_notices_is_detach(model, leave):
     attachment = attach(model, identity(model, "blocks.1.mlp_out"))
@@ -193,7 +195,7 @@ def test_changed_factors_end_the_next_forward(model, edit, which, kernel, monkey
 
 
 @pytest.mark.parametrize(
-    ("edit", "which"), zip(FACTOR_SEEN_BY_VERSION | FACTOR_SEEN_BY_VALUE, ["read", "write"] * 3, strict=True)
+    ("edit", "which"), list(zip(FACTOR_SEEN_BY_VERSION | FACTOR_SEEN_BY_VALUE, ["read", "write"] * 3, strict=True))
 )
 def test_changed_factors_are_refused_by_every_call(model, edit, which, tmp_path):
     factors = factorized(model)
