@@ -62,16 +62,6 @@ def one_ranking(model, channels):
     assert curve.rows["sufficiency"].iloc[-1] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_neurons_are_compared_like_any_other_units():
-    model = families.bridge("gpt2")
-    methods = {"neurons": baselines.channels_of(model), "SVD": baselines.svd(model, "mlp_out")}
-    splits = [split_for(model, 4, seed, name) for name, seed in (("train", 1), ("validation", 3), ("test", 2))]
-    task = swd.Task("by hand", *splits, "by hand", False)
-    curves = swd.compare(model, methods, task)["by hand"].curves
-    assert curves["neurons"].rows["edges"].iloc[-1] == 2 * 64 * (16 + 16 + 1)
-    assert curves["neurons"].q_full == pytest.approx(curves["SVD"].q_full, abs=1e-4)
-
-
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("train", [baselines.transcoder, baselines.vpd_recon, baselines.vpd_kl])
 @pytest.mark.parametrize("site", ["blocks.1.mlp_out", "blocks.1.mlp"])

@@ -86,16 +86,13 @@ def test_metrics_may_write_into_their_logits_but_must_have_a_gradient():
         logits[:, 7:] = -1e9
         return logits[:, 5] - logits[:, 6]
 
-    def plain(logits, examples):
-        return logits[:, 5] - logits[:, 6]
-
     found = []
-    for metric in (writes, plain):
+    for metric in (writes, lambda logits, examples: logits[:, 5] - logits[:, 6]):
         split = small_split(metric=metric)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", swd.UndefinedSufficiencyWarning)
             scores = swd.attribute(model, factors, split)
-            found.append(swd.evaluate(model, factors, split, scores, kl=True, random_sets=0).rows)
+            found.append(swd.evaluate(model, factors, split, scores, grid=[5], kl=True, random_sets=0).rows)
     np.testing.assert_allclose(found[0]["KL keep"], found[1]["KL keep"], rtol=1e-6, atol=1e-9)
 
     def right(logits, examples):
@@ -106,29 +103,14 @@ def test_metrics_may_write_into_their_logits_but_must_have_a_gradient():
     assert swd.attribute(model, factors, small_split(metric=right), score="ablation").settings["score"] == "ablation"
 
 
-def test_grids_are_whole_numbers_and_curves_show_themselves():
-    model = families.bridge("llama")
-    factors, split = swd.baselines.svd(model, SITE_0), small_split(task="<b>t</b>")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", swd.UndefinedSufficiencyWarning)
-        scores = swd.attribute(model, factors, split)
-        curve = swd.evaluate(model, factors, split, scores, grid=torch.tensor([1, 2, 5, 5]), random_sets=0)
-        assert curve.rows["units"].tolist() == [0, 1, 2, 5, scores.n_units]  # the empty circuit always
-        with pytest.raises(ValueError, match=r"prefix length must be a whole number from 0 to \d+, got 1\.5"):
-            swd.evaluate(model, factors, split, scores, grid=[1.5])
-        with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-            swd.evaluate(model, factors, split, scores, batch_size=0)
-    assert "<b>t</b>" in repr(curve) and "&lt;b&gt;t&lt;/b&gt;" in curve._repr_html_()
-    assert "<b>t" not in curve.circuit(2)._repr_html_() and "<b>t" not in curve._repr_html_()
-    with pytest.raises(ValueError, match="level must be in"):
-        curve.cost_interval(sufficiency=0.9, level=95)
-
-
 def test_a_users_hook_that_wants_all_positions_keeps_the_runs_whole():
     model = families.bridge("llama")
     factors, split = swd.baselines.svd(model, SITE_0), small_split()
-    scores = swd.attribute(model, factors, split)
-    plain = swd.evaluate(model, factors, split, scores, random_sets=0).rows
+    scores, how = swd.attribute(model, factors, split), {"grid": torch.tensor([1, 2, 5, 5]), "random_sets": 0}
+    plain = swd.evaluate(model, factors, split, scores, **how).rows
+    assert plain["units"].tolist() == [0, 1, 2, 5, scores.n_units]  # the empty circuit always
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        swd.evaluate(model, factors, split, scores, batch_size=0)
 
     def wants_position_3(x, hook):
         assert x[:, 3].shape[0]
@@ -136,5 +118,5 @@ def test_a_users_hook_that_wants_all_positions_keeps_the_runs_whole():
 
     with model.hooks(fwd_hooks=[("blocks.1.hook_in", wants_position_3)]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        hooked = swd.evaluate(model, factors, split, scores, random_sets=0).rows
+        hooked = swd.evaluate(model, factors, split, scores, **how).rows
     np.testing.assert_allclose(hooked.to_numpy(float), plain.to_numpy(float), rtol=1e-4, atol=1e-5)

@@ -6,7 +6,6 @@ import json
 import warnings
 from importlib import metadata
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -34,16 +33,6 @@ def load(kind, dtype=torch.float32):
         return swd.load_default_model(kind=kind, dtype=dtype)
 
 
-def walk(kind):
-    """Factors, fidelity, scores and curve of one site, made and measured on one kind of host."""
-    model, tokens = load(kind), swd.text_tokens(2048, split="train")
-    factors = swd.factorize(load(kind, torch.float64), SITE, sparsity=0.5, tokens=tokens, outer_iterations=4, progress=False)
-    task = swd.load_task("greater_than", model, n_train=20, n_test=10)
-    scores = swd.attribute(model, factors, task)
-    found = swd.fidelity(model, factors, swd.text_tokens(1024, split="test"))
-    return factors[SITE], found, scores, swd.evaluate(model, factors, task, scores)
-
-
 @pytest.fixture(scope="module")
 def bridge():
     return load("bridge")
@@ -53,11 +42,14 @@ every_kind = pytest.mark.parametrize("kind", ["bridge", pytest.param("hooked", m
 
 
 @pytest.fixture(scope="module")
-def walked():
-    return walk("bridge")
-
-
-# ---------------------------------------------------------------------------------------------- the embedded model
+def walked(bridge):
+    """Factors, fidelity, scores and curve of one site."""
+    tokens = swd.text_tokens(2048, split="train")
+    factors = swd.factorize(load("bridge", torch.float64), SITE, sparsity=0.5, tokens=tokens, outer_iterations=4, progress=False)
+    task = swd.load_task("greater_than", bridge, n_train=20, n_test=10)
+    scores = swd.attribute(bridge, factors, task)
+    found = swd.fidelity(bridge, factors, swd.text_tokens(1024, split="test"))
+    return factors[SITE], found, scores, swd.evaluate(bridge, factors, task, scores, random_sets=0)
 
 
 def test_it_loads_without_a_warning(recwarn, capfd):
@@ -117,9 +109,6 @@ def test_logits_are_those_of_the_hooked_transformer(dtype, tolerance):
     assert float((found - expected).abs().max()) < tolerance * float(expected.abs().max())
 
 
-# ---------------------------------------------------------------------------------------------- the road
-
-
 @needs_hooked_transformer
 def test_grams_of_a_float64_host_are_the_same_bits(bridge):
     tokens = swd.text_tokens(2048, split="train")
@@ -140,18 +129,6 @@ def test_the_road_finds_a_circuit(walked):
     assert float(scores.scores[SITE].max()) > 0.1
 
 
-def test_a_bridge_that_keeps_no_prefix_gives_the_same_scores_and_curves(bridge, walked, monkeypatch):
-    f, _, scores, curve = walked
-    task = swd.load_task("greater_than", bridge, n_train=20, n_test=10)
-    assert host_of(bridge).freeze_prefix(next(task.train.buckets()).tokens) is not None
-    monkeypatch.setattr(type(host_of(bridge)), "freeze_prefix", lambda self, tokens, begun=None: None)
-    whole = swd.attribute(bridge, f, task)
-    torch.testing.assert_close(whole.scores[SITE], scores.scores[SITE], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(whole.means[SITE], scores.means[SITE], rtol=1e-4, atol=1e-5)
-    again = swd.evaluate(bridge, f, task, scores)
-    np.testing.assert_allclose(again.rows.to_numpy(), curve.rows.to_numpy(), rtol=1e-4, atol=1e-4)
-
-
 def test_units_that_no_hook_sees_are_an_error(bridge, walked, monkeypatch):
     kind = type(host_of(bridge))
     last_logits = kind.last_logits
@@ -161,40 +138,8 @@ def test_units_that_no_hook_sees_are_an_error(bridge, walked, monkeypatch):
         swd.attribute(bridge, walked[0], task)
 
 
-# ---------------------------------------------------------------------------------------------- the command line
-
-
 def run(*arguments):
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-
-
-SMALL = ["--tokens", "1024", "--heldout-tokens", "1024", "--outer-iterations", "4"]
-ALONE = ["--preset", "quick", "--controls", "none"]
-
-
-@pytest.mark.slow
-def test_circuit_on_the_embedded_model(tmp_path):
-    arguments = ["--sites", SITE, "--task", "ioi", "-s", "0.5", "--n-train", "20", "--n-test", "10", *SMALL, *ALONE]
-    result = run("circuit", "--host", "bridge", "--out", tmp_path, *arguments)
-    assert result.exit_code == 0, result.output
-    assert "HookedTransformer" not in result.output
-    settings = json.loads((tmp_path / "run.json").read_text())["settings"]
-    assert (settings["host"], settings["model"]) == ("TransformerBridge", "swd-lens-default")
-    report = (tmp_path / "report.html").read_text()
-    assert "TransformerBridge" in report and "HookedTransformer" not in report
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3_5"])
-def test_factorize_a_checkpoint_folder(tmp_path, family):
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(["So Mary is a really great friend, isn't she"] * 400))
-    arguments = ["--sites", "mlp_out", "--text", text, *SMALL, "--json"]
-    result = run("factorize", "--model", families.checkpoint(family), "--host", "bridge", "--out", tmp_path / "f", *arguments)
-    assert result.exit_code == 0, result.output
-    printed = json.loads(result.stdout)
-    assert printed["provenance"]["model"] == families.checkpoint(family).name
-    assert str(families.checkpoint(family).parent) not in (tmp_path / "f" / "factors.json").read_text()
-    assert [row["site"] for row in printed["sites"]] == list(swd.FactorSet.load(tmp_path / "f"))
 
 
 def test_an_unknown_kind_of_host_is_one_line(tmp_path):
@@ -203,7 +148,17 @@ def test_an_unknown_kind_of_host_is_one_line(tmp_path):
     assert "kind must be one of 'auto', 'hooked', 'bridge', got 'hooks'" in " ".join(result.stderr.split())
 
 
-# ---------------------------------------------------------------------------------------------- compare_runs
+def test_factorize_a_checkpoint_folder(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(["So Mary is a really great friend, isn't she"] * 400))
+    folder = families.checkpoint("llama")
+    arguments = ["--sites", "mlp_out", "--text", text, "--tokens", 1024, "--outer-iterations", 4, "--json"]
+    result = run("factorize", "--model", folder, "--host", "bridge", "--out", tmp_path / "f", *arguments)
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed["provenance"]["model"] == folder.name
+    assert str(folder.parent) not in (tmp_path / "f" / "factors.json").read_text()
+    assert [row["site"] for row in printed["sites"]] == list(swd.FactorSet.load(tmp_path / "f"))
 
 
 def test_compare_runs_tells_the_same_from_the_different(tmp_path, capsys):

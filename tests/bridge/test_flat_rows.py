@@ -28,19 +28,14 @@ def logits_of(model, tokens=TOKENS):
         return model(tokens)
 
 
-def test_its_matrices_are_called_with_flat_rows(model):
-    """Else there would be nothing to test here."""
-    shapes = []
-    with_hook = model.blocks[0].mlp.out.original_component.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))
-    logits_of(model)
-    with_hook.remove()
-    assert shapes == [(33, 32)]
-
-
 def test_inputs_and_outputs_are_shown_by_row_and_position(model):
     host = host_of(model)
     sites = [site for site in host.sites() if site.kind.startswith("mlp")]
+    shapes, out = [], model.blocks[0].mlp.out.original_component
+    with_hook = out.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))
     seen = record(host, TOKENS, inputs=sites, outputs=sites)
+    with_hook.remove()
+    assert shapes == [(33, 32)]  # else there would be nothing to test here
     for site in sites:
         assert seen.inputs[site.name].shape == (3, 11, site.d_in)
         assert seen.outputs[site.name].shape == (3, 11, site.d_out)

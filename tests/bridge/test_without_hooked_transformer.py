@@ -8,7 +8,6 @@ import sys
 from importlib import metadata
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import swd_lens as swd
@@ -25,14 +24,6 @@ def test_importing_swd_lens_does_not_touch_hooked_transformer():
         "sys.exit('swd_lens.hosts.hooked' in sys.modules)"  # the only module that needs it at import
     )
     assert subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], check=False).returncode == 0
-
-
-def test_solving_and_files_need_no_host(tmp_path):
-    weight = torch.randn(24, 16, generator=torch.Generator().manual_seed(0))
-    factors = swd.solve(weight, sparsity=0.4, outer_iterations=8)
-    assert factors.relative_frobenius() < 0.6
-    swd.FactorSet({"blocks.0.mlp_out": factors}).save(tmp_path)
-    assert torch.equal(swd.FactorSet.load(tmp_path)["blocks.0.mlp_out"].read, factors.read)
 
 
 @pytest.mark.skipif(HAS_HOOKED_TRANSFORMER, reason="this transformer_lens has HookedTransformer")

@@ -29,6 +29,7 @@ TOKENS = families.some_tokens(2, 40)
 
 every_host = pytest.mark.parametrize(("kind", "family"), HOSTS)
 two_families = pytest.mark.parametrize(("kind", "family"), TWO)
+one_each = pytest.mark.parametrize(("kind", "family"), [("bridge", "llama"), ("hooked", "gpt2")][: 1 + HAS_HOOKED])
 
 
 @pytest.fixture(autouse=True)
@@ -200,7 +201,7 @@ def test_padded_rows_and_rows_behind_a_cache_are_not_taken_for_causal_ones(kind,
         assert not close(host.run(TOKENS)[:, 7:], plain[:, 7:], 1e-3)
 
 
-@two_families
+@one_each
 def test_gradients_are_the_same(kind, family, calls):
     host = fresh(kind, family)
 
@@ -215,7 +216,7 @@ def test_gradients_are_the_same(kind, family, calls):
         assert close(gradient(), plain, 1e-4) and calls
 
 
-@two_families
+@one_each
 @torch.no_grad()
 def test_a_host_that_gives_other_numbers_stays_plain_and_says_so(kind, family, monkeypatch):
     host = fresh(kind, family)
@@ -229,7 +230,7 @@ def test_a_host_that_gives_other_numbers_stays_plain_and_says_so(kind, family, m
         assert torch.equal(host.run(TOKENS), plain)
 
 
-@two_families
+@one_each
 @torch.no_grad()
 def test_after_an_exception_the_host_is_as_it_was(kind, family):
     host = fresh(kind, family)
@@ -248,7 +249,7 @@ def test_after_an_exception_the_host_is_as_it_was(kind, family):
     assert torch.equal(host.run(TOKENS), plain)
 
 
-@two_families
+@one_each
 @torch.no_grad()
 def test_few_scores_are_left_alone_to_the_bit(kind, family, calls, monkeypatch):
     host = fresh(kind, family)
@@ -264,7 +265,7 @@ def test_the_embedded_model_is_never_fused(monkeypatch):
     assert cfg.n_heads * cfg.n_ctx**2 < fused.MIN_SCORES
 
 
-@two_families
+@one_each
 def test_a_longer_row_is_compared_again(kind, family, calls):
     host, n_layers = fresh(kind, family), 2  # once each, for the comparison
     for n_positions, n_calls in ((20, n_layers), (20, 0), (10, 0), (40, n_layers)):
@@ -273,7 +274,7 @@ def test_a_longer_row_is_compared_again(kind, family, calls):
             assert len(calls) == n_calls, n_positions
 
 
-@two_families
+@one_each
 @torch.no_grad()
 def test_a_comparison_under_a_hook_inside_is_not_remembered(kind, family, calls):
     host = fresh(kind, family)
@@ -327,7 +328,7 @@ def test_buffers_change_no_bit_of_a_divergence(dtype):
     assert CHUNK_BYTES == 2**26
 
 
-@two_families
+@one_each
 def test_fine_tuning_runs_fused(kind, family, calls):
     model = getattr(families, kind)(family)
     sites = swd.find_sites(model, "blocks.1.mlp_out")

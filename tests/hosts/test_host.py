@@ -6,7 +6,7 @@ from torch import nn
 
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.hosts import drops_out, host_of, matrix_entries, require_gradients, require_no_dropout
-from swd_lens.hosts.host import Host, is_centered, require_matrix, require_unattached, value_constant
+from swd_lens.hosts.host import Host, frozen, is_centered, require_matrix, require_unattached, value_constant
 from swd_lens.hosts.sites import Site
 from tests import families
 
@@ -61,3 +61,20 @@ def test_constants_of_shared_value_heads_are_repeated():
 def test_rows_without_a_mean_are_centered():
     weight = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     assert not is_centered(weight) and is_centered(weight - weight.mean(1, keepdim=True))
+
+
+@KINDS
+def test_a_host_is_frozen_for_a_while(kind):
+    """No parameter asks for a gradient, no weight is rewritten, and afterwards it is what it was."""
+    host = host_of(getattr(families, kind)("gpt2"))
+    apart, *others = host.model.parameters()
+    apart.requires_grad_(False)  # and stays so
+    steps = []
+    with pytest.raises(ZeroDivisionError), frozen(host, "while this test runs") as undo:
+        undo.push(lambda: steps.append(1))
+        assert not any(parameter.requires_grad for parameter in host.model.parameters())
+        with pytest.raises(RuntimeError, match="was called while this test runs"):
+            host.model.load_state_dict({})
+        raise ZeroDivisionError
+    assert steps == [1] and not apart.requires_grad and all(parameter.requires_grad for parameter in others)
+    host.model.load_state_dict(host.model.state_dict())

@@ -3,7 +3,6 @@
 Runs on transformer_lens 3.9 (HookedTransformer and bridge) and on 4.x (bridge only).
 """
 
-import copy
 import warnings
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -162,19 +161,6 @@ def test_gradients_are_those_of_the_whole_run(kind, family, kept):
     model.zero_grad()
 
 
-@two_hosts
-def test_the_residual_is_what_hooks_see(kind, family):
-    model, _, tokens = loaded(kind, family)
-    host, seen, n_layers = host_of(model), [], len(model.blocks)
-    names = ["hook_resid_pre", "hook_resid_post"] if kind == "hooked" else ["hook_in", "hook_out"]
-    points = [*(f"blocks.{layer}.{names[0]}" for layer in range(n_layers)), f"blocks.{n_layers - 1}.{names[1]}"]
-    with torch.no_grad():
-        with model.hooks(fwd_hooks=[(name, lambda x, hook: seen.append(x) or x) for name in points]):
-            host.run(tokens)
-        for layer, resid in enumerate(seen):
-            assert relative(host.residual(tokens, layer), resid) < 1e-6
-
-
 @pytest.mark.quick_cases(5)
 @every_host
 def test_another_residual_is_taken_up(kind, family):
@@ -188,18 +174,6 @@ def test_another_residual_is_taken_up(kind, family):
                 whole = host.run(tokens)[:, -1]
             start = Start(layer, host.residual(tokens, layer).flip(0) * 0.5)
             assert relative(host.last_logits(tokens, start=start), whole) < 1e-5
-
-
-@two_hosts
-def test_hooks_behind_the_last_block_see_plain_tensors(kind, family):
-    model, _, tokens = loaded(kind, family)
-    host, n_layers, seen = host_of(model), len(model.blocks), []
-    with torch.no_grad():
-        end = host.residual(tokens, n_layers)
-        name = "ln_final.hook_normalized" if kind == "hooked" else "ln_final.hook_in"
-        with model.hooks(fwd_hooks=[(name, lambda x, hook: seen.append(x) or x)]):
-            host.last_logits(tokens, start=Start(n_layers, end))
-    assert [type(x) for x in seen] == [torch.Tensor] and seen[0][0].shape == (1, seen[0].shape[-1])
 
 
 def early(factors, layer):
@@ -291,15 +265,14 @@ def test_few_tokens_do_not_cost_the_vocabulary(kind, family, kept):
 # ---------------------------------------------------------------------------------------------- nothing is left behind
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(5)
 @every_host
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_an_error_inside_leaves_the_host_as_it_was(kind, family, error):
+def test_an_interrupt_inside_leaves_the_host_as_it_was(kind, family):
     model, factors, tokens = loaded(kind, family)
     host, n_layers = host_of(model), len(model.blocks)
 
     def fail(z, hook):
-        raise error
+        raise KeyboardInterrupt
 
     def failing(layer):
         return model.hooks(fwd_hooks=[(next(s.hook_name for s in host.sites() if s.layer == layer), fail)])
@@ -309,9 +282,9 @@ def test_an_error_inside_leaves_the_host_as_it_was(kind, family, error):
         resid = host.residual(tokens, 1)
         host.last_logits(tokens, start=Start(1, resid), token_ids=IDS)
         before = everything(model)
-        with failing(n_layers - 1), pytest.raises(error):
+        with failing(n_layers - 1), pytest.raises(KeyboardInterrupt):
             host.last_logits(tokens, start=Start(1, resid), token_ids=IDS)
-        with failing(n_layers - 1), pytest.raises(error):
+        with failing(n_layers - 1), pytest.raises(KeyboardInterrupt):
             host.residual(tokens, n_layers)
         assert everything(model) == before
         assert torch.equal(host.run(tokens), whole)
@@ -350,24 +323,6 @@ def test_a_run_within_a_run_of_a_bridge_is_refused():
             with model.hooks(fwd_hooks=again), pytest.raises(RuntimeError, match="in the middle of one of its runs"):
                 host.last_logits(tokens, start=Start(1, resid), token_ids=IDS)
             assert everything(model) == before
-
-
-@two_hosts
-def test_copied_and_frozen_hosts(kind, family):
-    model, factors, tokens = loaded(kind, family)
-    with torch.no_grad():
-        whole = host_of(model).run(tokens)[:, -1]
-    clone = copy.deepcopy(model).requires_grad_(False)
-    host = host_of(clone)
-    with swd.attach(clone, factors):
-        prefix = host.freeze_prefix(tokens)
-        resid = host.residual(tokens, 1, prefix)
-        assert not resid.requires_grad
-        logits = host.last_logits(tokens, prefix, start=Start(1, resid), token_ids=IDS)
-        assert relative(logits, whole[:, IDS]) < 1e-5
-        start = Start(1, resid.requires_grad_())
-        host.last_logits(tokens, prefix, start=start, token_ids=IDS).sum().backward()
-        assert resid.grad is not None and resid.grad.abs().max() > 0
 
 
 @pytest.mark.quick_cases(5)

@@ -154,13 +154,6 @@ def test_helpers_of_a_cache_give_what_those_of_the_dense_twin_give(caches, name)
     same(attached, dense)
 
 
-def test_parts_sum_to_what_ran(caches):
-    """By themselves: heads, neurons, embeddings and biases are the residual stream, and remainders what is left of it."""
-    cache = caches[0]
-    same(cache.get_full_resid_decomposition().sum(0), cache["resid_post", LAYERS - 1])
-    same(cache.stack_neuron_results(LAYERS, incl_remainder=True).sum(0), cache["resid_post", LAYERS - 1])
-
-
 def test_units_without_a_matrix_are_refused_by_helpers_that_multiply_by_it(model):
     """An encode/decode pair has no read @ write; later layers of it do not stand in the way of earlier ones."""
 
@@ -182,23 +175,6 @@ def test_units_without_a_matrix_are_refused_by_helpers_that_multiply_by_it(model
             getattr(cache, helper)(2)
     with pytest.raises(AttachError, match=r"cache\.get_neuron_results multiplies"):
         cache.get_neuron_results(1)
-
-
-def test_the_dense_host_for_a_moment_and_nested_attachments(model, factors, kind):
-    first, second = ({site: factors[site] for site in pair} for pair in (SITES[:2], SITES[2:]))
-    _, dense = model.run_with_cache(TEXT)
-    with swd.attach(model, first) as attachment:
-        with swd.attach(model, second):
-            _, both = model.run_with_cache(TEXT)
-        with attachment.dense():
-            _, again = model.run_with_cache(TEXT)
-        _, one = model.run_with_cache(TEXT)
-        if kind == "hooked":  # a bridge cannot be copied after a forward with gradients
-            assert type(copy.deepcopy(model).run_with_cache(TEXT)[1]) is type(one)
-    assert set(both.stood) == set(SITES) and set(one.stood) == set(first)
-    assert type(again) is type(dense) is ActivationCache
-    same(one.stack_neuron_results(LAYERS, incl_remainder=True).sum(0), one["resid_post", LAYERS - 1])
-    assert "run_with_cache" not in vars(model) and "accumulated_bias" not in vars(model)
 
 
 # ---------------------------------------------------------------------------------------------- helpers of the model

@@ -1,4 +1,7 @@
-"""The questions of a first session: each is answered in at most three lines, and the answer is a number that can be checked."""
+"""Questions of a first session: each is answered in at most three lines, and the answer is a number that can be checked.
+
+What reads a token: units/test_directions.py; what feeds a unit: bridge/test_graph.py; what units add: units/test_residual.py.
+"""
 
 from types import SimpleNamespace
 
@@ -7,7 +10,6 @@ import torch
 
 import swd_lens as swd
 from swd_lens.analysis.audit import logit_effect
-from swd_lens.hosts.sites import hook_name
 from swd_lens.units.keys import read_unit
 
 PROMPT = "The list is"
@@ -43,38 +45,11 @@ def test_which_units_write_he_minus_she(session):
     assert logits[" he"] - logits[" she"] == pytest.approx(best["dot product"] * inverse, abs=1e-4)
 
 
-def test_which_units_read_a_token(session):
-    qkv = swd.baselines.svd(session.model, "blocks.0.attn_qkv")
-    best = qkv.readers(" she", session.model).iloc[0]
-    # The token alone in front of the site: its z is the reading, by the norm's scale (the mean is taken out of both).
-    read = qkv["attn_qkv", 0].read[:, int(best["unit"].rpartition("/")[2])]
-    embedding = session.model.W_E[session.model.to_single_token(" she")].detach()
-    weight = session.model.state_dict().get("blocks.0.ln1.w", torch.ones(()))
-    assert float((embedding * weight) @ read) == pytest.approx(best["dot product"], abs=1e-4)
-
-
 def test_which_tokens_activate_a_unit(session):
     audit = swd.audit(session.model, session.factors[SITE], session.text, progress=False)
     context = audit.unit(8).contexts[0]
     _, cache = cached(session.model, session.factors[SITE], session.text)
     assert abs(context.z[context.peak]) == pytest.approx(float(cache["mlp_out_unit", 2][..., 8].abs().max()), rel=1e-4)
-
-
-def test_which_earlier_units_feed_this_unit(session):
-    factors = session.factors[[SITE, "blocks.3.attn_o"]] | swd.baselines.svd(session.model, "blocks.3.mlp_in")
-    fed = swd.graph.feeders(session.model, factors, "blocks.3.mlp_in/0", prompt=PROMPT, n=None)
-    _, cache = cached(session.model, factors, PROMPT)
-    assert fed["contribution"].sum() == pytest.approx(float(cache["mlp_in_unit", 3][0, -1, 0]), abs=1e-3)
-    best = fed[fed["source"].str.startswith("blocks.")].iloc[0]
-    site, index = read_unit(best["source"])
-    assert best["z"] == pytest.approx(float(cache[hook_name(site)][0, -1, index]), abs=1e-4)
-
-
-def test_what_each_unit_adds_to_the_residual_stream(session):
-    _, cache = cached(session.model, session.factors, PROMPT)
-    results, labels = swd.stack_unit_results(cache, session.factors["mlp_out"], return_labels=True)
-    of_site = results[[label.startswith(SITE) for label in labels]].sum(0)
-    torch.testing.assert_close(of_site, cache["mlp_out", 2] - session.model.blocks[2].mlp.b_out, atol=1e-5, rtol=1e-5)
 
 
 def test_steering_by_three_write_vectors(session):
@@ -85,13 +60,6 @@ def test_steering_by_three_write_vectors(session):
     out = ("attn_out" if site.endswith("attn_o") else "mlp_out", int(site.split(".")[1]))
     write = session.factors[site].write[int(index)]
     torch.testing.assert_close(steered[out] - plain[out], (3 * write).expand_as(plain[out]), atol=1e-4, rtol=1e-4)
-
-
-def test_two_circuits_side_by_side(session):
-    a, b = (swd.Circuit.of(session.factors, session.scores, session.scores.ranking()[i : i + 6]) for i in (0, 3))
-    table = a.side_by_side(b)
-    assert table["in"].tolist() == ["both"] * 3 + ["this"] * 3 + ["other"] * 3
-    assert table["rank"].tolist() == [4, 5, 6, 1, 2, 3, 7, 8, 9] and (a & b).table()["rank"].tolist() == [4, 5, 6]
 
 
 def test_which_head_a_unit_reads(session):
@@ -128,10 +96,3 @@ def test_what_one_prompt_owes_to_each_unit(session):
     # Hooks act at all positions, of which the last site's others reach no logit of the last one.
     margins = [float((logits[0, -1, ids[0]] - logits[0, -1, ids[1]]).double()) for logits in (plain, more)]
     assert float(last.sum()) == pytest.approx((margins[1] - margins[0]) / e, rel=0.02, abs=0.02)
-
-
-@pytest.mark.slow
-def test_what_changes_at_a_sparsity_of_nine_tenths(session):
-    swept = swd.sweep(session.model, SITE, session.task, heldout=session.text, sparsities=0.9, zero_data=True, preset="quick")
-    columns = swept.table().columns.tolist()
-    assert columns[:4] == ["s", "calibration", "CE matched", "gendered_pronoun: units at recovered 0.5"]

@@ -61,9 +61,6 @@ def test_prompts_of_the_same_ids_do_not_straddle_train_and_test(default_model):
     assert len(set(kept)) == len(kept) == 6 and task.dropped == {"duplicate prompt": 2}
 
 
-# ---------------------------------------------------------------------------------------------- BOS
-
-
 def test_strings_begin_with_bos_where_the_hosts_own_calls_do(default_model):
     """model("...") and swd_lens read one string as the same ids, whichever way the host is set; results say which."""
     cfg = default_model.cfg
@@ -77,9 +74,6 @@ def test_strings_begin_with_bos_where_the_hosts_own_calls_do(default_model):
             assert task.train.tokens[0].tolist() == default_model.to_tokens(task.train.examples[0].prompt)[0].tolist()
     finally:
         cfg.default_prepend_bos = True
-
-
-# ---------------------------------------------------------------------------------------------- zero-data
 
 
 def test_forgotten_tokens_are_said(default_model):
@@ -112,9 +106,6 @@ def test_calls_of_the_dense_host_are_refused_while_attached(default_model, facto
         ATTACHED[name](default_model)
 
 
-# ---------------------------------------------------------------------------------------------- thresholds, tokenizers
-
-
 def test_thresholds_are_shares_and_tasks_are_of_their_tokenizer(default_model, factors):
     task = swd.load_task("gendered_pronoun", default_model, n_train=4, n_test=4)
     scores = swd.attribute(default_model, factors, task.train)
@@ -122,10 +113,6 @@ def test_thresholds_are_shares_and_tasks_are_of_their_tokenizer(default_model, f
     for ask in (curve.cost_at, curve.circuit_at, curve.cost_interval):
         with pytest.raises(ValueError, match=r"sufficiency is a share: sufficiency=0\.9 is 90 %; got 90"):
             ask(sufficiency=90)
-    with pytest.raises(ValueError, match=r"necessity is a share"):
-        curve.cost_at(necessity=50)
-    with pytest.raises(ValueError, match=r"sufficiency is a share"):
-        swd.refine(default_model, factors, task, scores, sufficiency=90)
     tokenizer = default_model.tokenizer
     try:
         default_model.tokenizer = shuffled(tokenizer)

@@ -48,9 +48,6 @@ def test_noise_is_a_share_of_the_matrix():
     truth = host.truths[SITES[0]]
     weight, clean = host.model.blocks[0].attn.W_O.flatten(0, 1), truth.read @ truth.write
     assert float((weight - clean).norm() / clean.norm()) == pytest.approx(0.05, rel=1e-3)
-    for wrong in ({"noise": -1.0}, {"prompts": 3}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            compiled(**wrong)
 
 
 @pytest.mark.parametrize("rotated", [False, True])

@@ -16,43 +16,38 @@ CHEAP = [name for name in METHODS if name not in ("SWD deep", "dictionary learni
 
 @pytest.fixture(scope="module")
 def drawn():
-    return planted(Plant(16, 12, 6, 2, 2), 0)
+    return planted(Plant(10, 8, 4, 2, 2), 0)
 
 
 @pytest.fixture(scope="module")
 def problem(drawn):
     g = torch.Generator().manual_seed(0)
-    inputs = torch.randn(2048, 16, generator=g) * (torch.rand(2048, 16, generator=g) < 0.1)
-    return Problem(drawn.weight, None, drawn.edges, 6, inputs)
+    inputs = torch.randn(2048, 10, generator=g) * (torch.rand(2048, 10, generator=g) < 0.1)
+    return Problem(drawn.weight, None, drawn.edges, 4, inputs)
 
 
 @pytest.mark.parametrize("method", CHEAP)
 def test_every_method_answers_or_refuses(problem, method):
-    if method == "SWD paper":  # 24 edges for 12 units and a square factor of a quarter of its entries
+    if method == "SWD paper":  # 16 edges for 8 units and a square factor of a quarter of its entries
         with pytest.raises(SolveInputError):
             answer(method, problem)
         return
     found = answer(method, problem)
-    assert found.read.shape[0] == 16 and found.write.shape[1] == 12 and found.read.shape[1] == found.write.shape[0]
+    assert found.read.shape[0] == 10 and found.write.shape[1] == 8 and found.read.shape[1] == found.write.shape[0]
     assert relative_error(problem.weight, found.read, found.write) < (1e-5 if method in ("neurons", "SVD") else 0.9)
 
 
 def test_dictionary_learning(problem, drawn):
     pytest.importorskip("sklearn")
     found = answer("dictionary learning", problem)
-    assert found.read.shape == (16, 6) and relative_error(problem.weight, found.read, found.write) < 0.5
-    assert mmcs(drawn, found.read, found.write) > mmcs(drawn, torch.randn(16, 6), torch.randn(6, 12))
+    assert found.read.shape == (10, 4) and relative_error(problem.weight, found.read, found.write) < 0.5
+    assert mmcs(drawn, found.read, found.write) > mmcs(drawn, torch.randn(10, 4), torch.randn(4, 8))
 
 
 def test_without_scikit_learn_it_says_so(problem, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.decomposition", None)
     with pytest.raises(ImportError, match="pip install scikit-learn"):
         answer("dictionary learning", problem)
-
-
-def test_an_unknown_method(problem):
-    with pytest.raises(ValueError, match="method must be one of 'SWD'"):
-        answer("PCA", problem)
 
 
 @pytest.mark.slow

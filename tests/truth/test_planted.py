@@ -28,12 +28,6 @@ def test_a_rotation_makes_vectors_dense_and_keeps_their_lengths():
     assert bool((turned.write != 0).all()) and torch.equal(turned.read, plain.read)
 
 
-def test_refusals():
-    for wrong in ({"reads": 65}, {"units": 0}, {"noise": -1.0}, {"rotation": "inputs"}, {"kind": "odd"}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            Plant(**wrong)
-
-
 def test_permuting_channels_permutes_units():
     """Rows and columns in another order: the same pieces, in that order. No unit is an artefact of where its channels stand."""
     drawn = planted(Plant(40, 24, 16, 3, 3, noise=0.01), 0)

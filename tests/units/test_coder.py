@@ -9,7 +9,7 @@ from torch import nn
 
 import swd_lens as swd
 from swd_lens.base.errors import AttachError, UnitSourceError
-from swd_lens.hosts import find_sites, host_of
+from swd_lens.hosts import find_sites
 from swd_lens.hosts.sites import Site
 from swd_lens.units.coder import CoderUnits, is_counted
 from swd_lens.units.exact import svd_factors
@@ -69,12 +69,6 @@ def with_site(**fields):
 # ---------------------------------------------------------------------------------------------- Factors, read and write
 
 
-def test_factors_are_units_as_they_are():
-    factors = Factors(torch.ones(3, 4), torch.ones(4, 2))
-    assert is_counted(factors)
-    assert as_units(factors, SITE) is factors
-
-
 def test_read_and_write_become_factors_that_know_their_site():
     source = SimpleNamespace(read=ENC.double().requires_grad_(), write=DEC, settings={"method": "mine"})
     factors = as_units(source, SITE)
@@ -126,11 +120,6 @@ def test_a_pair_runs_as_written_and_its_bias_is_its_own():
     assert units.run(h, dense=never).tolist() == [[[11, 14]]]
 
 
-def test_the_hook_sees_z_and_may_replace_it():
-    y = as_units(Coder(), SITE).run(torch.ones(2, 5, 3), dense=never, hook=lambda z: torch.zeros_like(z))
-    assert torch.equal(y, torch.full((2, 5, 2), 10.0))
-
-
 def test_units_that_read_the_output_run_after_the_dense_product():
     coder = Coder(torch.tensor([[1.0, 0], [1, 1]]), torch.eye(2))
     coder.reads = "output"
@@ -154,13 +143,6 @@ def test_edges_are_nonzeros_where_the_weights_are_seen_and_dense_where_not():
     assert seen.valid_units.tolist() == [True, True, True, False]
     assert seen.edges == 11
     assert seen.sparsity == 1 - 11 / 6
-
-
-def test_a_unit_that_writes_the_input_reaches_the_output_through_all_of_w():
-    decoder = torch.tensor([[1.0, 0, 0], [0, 1, 1], [0, 0, 1], [0, 0, 0]])
-    units = with_site(coder=OpenCoder(ENC, decoder), writes="input")
-    assert units.edges_per_unit.tolist() == [1 + 2, 2 + 2, 1 + 2, 3 + 0]
-    assert units.valid_units.tolist() == [True, True, True, False]
 
 
 def test_a_gradient_reaches_z_and_h():
@@ -242,49 +224,24 @@ def relu_coder(model, units=24, seed=0):
     return Functions(lambda h: (h @ encoder / 6 + 0.1).relu(), lambda z: z @ decoder / 6 + model.blocks[1].mlp.b_out)
 
 
-def exact_sources(model):
-    """Sources that compute the dense output of mlp_out, each in its own way."""
-    w, b = model.blocks[1].mlp.W_out.detach().clone(), model.blocks[1].mlp.b_out.detach().clone()
-    return {
-        "read/write": SimpleNamespace(read=w, write=torch.eye(16)),
-        "transcoder": Functions(lambda h: h, lambda z: z @ w + b),
-        "SAE on the output": Functions(lambda y: y * 2, lambda z: z / 2, reads="output"),
-        "SAE on the input": Functions(lambda h: h * 2, lambda z: z / 2, writes="input"),
-    }
-
-
-@pytest.mark.parametrize("name", exact_sources(toy_model()))
-def test_exact_sources_give_the_dense_logits_and_restore_the_host(model, name):
-    source = exact_sources(model)[name]
-    dense, hooks, keys = model(TOKENS), list(model.hook_dict.items()), list(model.state_dict())
-    with swd.attach(model, {NAME: source}):
-        logits, cache = model.run_with_cache(TOKENS)
-        assert list(model.state_dict()) == keys
-    assert cache["mlp_out_unit", 1].shape == (2, 6, {"read/write": 16, "SAE on the output": 16}.get(name, 32))
-    torch.testing.assert_close(logits, dense, rtol=0, atol=float(dense.detach().abs().max()) * 1e-5)
-    assert list(model.hook_dict.items()) == hooks and torch.equal(model(TOKENS), dense)
-
-
 def test_a_transcoder_replaces_the_dense_product_and_an_sae_does_not(model):
-    dense = model(TOKENS)
-    transcoder, sae = (exact_sources(model)[name] for name in ("transcoder", "SAE on the output"))
+    dense, weight = model(TOKENS), model.blocks[1].mlp.W_out
+    w, b = weight.detach().clone(), model.blocks[1].mlp.b_out.detach().clone()
+    transcoder = Functions(lambda h: h, lambda z: z @ w + b)
+    sae, of_input = (
+        Functions(lambda y: y * 2, lambda z: z / 2, reads="output"),
+        Functions(lambda h: h, lambda z: z, writes="input"),
+    )
+    for source in (SimpleNamespace(read=w, write=torch.eye(16)), transcoder, sae, of_input):  # each computes the dense output
+        with swd.attach(model, {NAME: source}):
+            torch.testing.assert_close(model(TOKENS), dense)
+        assert torch.equal(model(TOKENS), dense)
     with torch.no_grad():
-        model.blocks[1].mlp.W_out.fill_(torch.nan)
+        weight.fill_(torch.nan)
     with swd.attach(model, {NAME: transcoder}):
         torch.testing.assert_close(model(TOKENS), dense)
     with swd.attach(model, {NAME: sae}):
         assert model(TOKENS).isnan().all()
-
-
-def test_units_of_a_transcoder_can_be_edited(model):
-    sources = exact_sources(model)
-    with swd.attach(model, {NAME: sources["transcoder"]}), torch.no_grad():
-        edited = model.run_with_hooks(TOKENS, fwd_hooks=[("blocks.1.hook_mlp_out_unit", lambda z, hook: torch.zeros_like(z))])
-        _, cache = model.run_with_cache(TOKENS)
-    with torch.no_grad():
-        model.blocks[1].mlp.W_out.zero_()
-    torch.testing.assert_close(edited, model(TOKENS))
-    assert cache["mlp_out_unit", 1].abs().max() > 0
 
 
 @pytest.mark.parametrize("overrides", [{}, {"gated_mlp": True, "act_fn": "silu"}], ids=["mlp", "gated"])
@@ -303,16 +260,10 @@ def test_a_transcoder_may_replace_a_whole_mlp(overrides):
         swd.factorize(model, "blocks.0.mlp", progress=False)
 
 
-def test_a_transcoder_goes_through_fidelity_attribution_and_circuits(model):
-    units = {NAME: relu_coder(model)}
-    measured = swd.fidelity(model, units, random_tokens(4, 8))
+def test_a_transcoder_goes_through_fidelity(model):
+    """Through attribution and circuits: tests/test_contract.py."""
+    measured = swd.fidelity(model, {NAME: relu_coder(model)}, random_tokens(4, 8))
     assert measured.kl > 0 and set(measured.relmse) == {NAME}
-    scores = swd.attribute(model, units, random_split())
-    assert scores.scores[NAME].shape == (24,) and scores.scores[NAME].max() > 0
-    curve = swd.evaluate(model, units, random_split(name="test"), scores)
-    assert curve.rows["units"].iloc[-1] == 24
-    assert curve.rows["edges"].iloc[-1] == 24 * (32 + 16)  # counted dense: d_in + d_out a feature
-    assert curve.rows["q keep"].iloc[-1] == pytest.approx(curve.q_full, abs=1e-6)
 
 
 def test_a_coder_may_count_its_own_edges(model):
@@ -348,13 +299,3 @@ def test_what_a_coder_needs_of_its_host_is_checked(model):
     gated.cfg.use_normalization_before_and_after = True
     with pytest.raises(AttachError, match="which this host normalizes once more"):
         swd.attach(gated, units(needs_no_post_norm=True))
-
-
-def test_what_is_no_source_is_refused_before_anything_is_touched(model):
-    hooks = list(model.hook_dict.items())
-    with pytest.raises(TypeError, match=r"dict is no unit source for blocks\.1\.mlp_out\. Accepted: Factors"):
-        swd.attach(model, {NAME: {"read": 1}})
-    with pytest.raises(swd.UnitSourceError, match=r"do not fit blocks\.1\.mlp_out, which is"):
-        swd.attach(model, {NAME: SimpleNamespace(read=torch.zeros(5, 3), write=torch.zeros(3, 16))})
-    assert list(model.hook_dict.items()) == hooks
-    assert host_of(model).is_swapped(find_sites(model, NAME)[0]) is False

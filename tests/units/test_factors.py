@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from swd_lens.base.errors import AttachError, FactorFileError
 from swd_lens.units.exact import svd_factors
 from swd_lens.units.factors import Factors, FactorSet
-from swd_lens.units.integrity import Offsets, Probe
+from swd_lens.units.integrity import Probe
 from swd_lens.units.storage import StoredSite
 from tests.remains import left_by_a_killed_process
-from tests.units.made import same, small, sparse_factors
+from tests.units.made import small, sparse_factors
 
 
 def test_counts_by_hand():
@@ -24,13 +24,6 @@ def test_counts_by_hand():
     assert f.valid_units.tolist() == [True, False]
     assert f.edges == 4
     assert f.sparsity == 0.0  # 1 - 4 / (2 * 2)
-
-
-def test_exact_controls_count_dense_edges():
-    # SVD of a diagonal matrix holds exact zeros; the control still counts d_in + d_out per unit.
-    factors = svd_factors(torch.diag(torch.tensor([2.0, 1.0])))
-    assert (factors.read == 0).any()
-    assert factors.edges_per_unit.tolist() == [4, 4] and factors.edges == 8
 
 
 def test_errors_by_hand():
@@ -75,9 +68,6 @@ def test_sparse_view():
     assert csc.ccol_indices().diff().tolist() == (f.read != 0).sum(0).tolist()
 
 
-# ---------------------------------------------------------------------------------------------- copies
-
-
 def test_other_records_share_the_values_and_their_watch():
     f = small()
     probe = Probe.of(torch.tensor([1.0, 2.0]), f.read, f.write)
@@ -93,22 +83,6 @@ def test_other_records_share_the_values_and_their_watch():
         with pytest.raises(AttachError, match="were changed in place"):
             each.require_unedited()
     assert replace(other).probe is None and "relmse" not in replace(other).provenance
-
-
-def test_factors_that_are_on_a_device_are_not_made_again():
-    f = replace(small(), offsets=Offsets(torch.ones(2), torch.ones(2)))
-    assert f.to("cpu") is f and f.to("meta").weight.is_meta and f.to("meta").offsets.out.is_meta
-
-
-# ---------------------------------------------------------------------------------------------- files
-
-
-def test_save_and_load(tmp_path):
-    saved = FactorSet({"blocks.0.mlp_out": sparse_factors(40, 20, 30, 0.3), "blocks.1.mlp_out": small()}, {"model": "toy"})
-    saved.save(tmp_path / "factors")
-    assert same(FactorSet.load(tmp_path / "factors"), saved)
-    names = sorted(path.name.split(".safetensors")[0][:16] for path in (tmp_path / "factors").iterdir())
-    assert names == ["blocks.0.mlp_out", "blocks.1.mlp_out", "factors.json"]
 
 
 # Values that float32 holds exactly, the smallest and largest among them; zeros and -0 are no edges.
@@ -127,7 +101,7 @@ def pairs(draw) -> tuple[torch.Tensor, torch.Tensor]:
     return matrix(d_in, units), matrix(units, d_out)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.sampled_from(["blocks.0.mlp_in", "blocks.0.mlp_out", "a/b", "a_b", "é"]), pairs(), max_size=4))
 def test_any_set_survives_its_files(drawn):
     factors = {site: Factors(*pair) for site, pair in drawn.items()}
@@ -224,9 +198,6 @@ def test_values_that_are_not_finite_are_not_saved(tmp_path):
     with pytest.raises(FactorFileError, match=r"blocks\.1\.mlp_out: write\[1, 0\] is nan; nothing was saved"):
         FactorSet({"blocks.1.mlp_out": bad}).save(tmp_path)
     assert list(FactorSet.load(tmp_path)) == ["blocks.0.mlp_out"]
-
-
-# ---------------------------------------------------------------------------------------------- sets
 
 
 def test_sets():

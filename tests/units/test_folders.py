@@ -1,16 +1,13 @@
-"""Folders of SAELens and circuit-tracer as unit sources: what is read, what is refused, and in a host."""
+"""Folders of SAELens and circuit-tracer as unit sources: what is read and refused. In a host: bridge/test_coder_folders.py."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import swd_lens as swd
 from swd_lens.base.errors import UnitSourceError
 from swd_lens.units.folders import load_coders
-from tests.micro import random_tokens, toy_model
 from tests.units.coder_folders import circuit_tracer_folder, random_weights, saelens_folder
 
 
@@ -49,45 +46,6 @@ def test_folders_below_one_and_older_configurations(tmp_path: Path) -> None:
     scope = {"w_enc": own["W_enc"], "w_dec": own["W_dec"], **{name: own[name] for name in ("b_enc", "b_dec", "threshold")}}
     (units,) = load_coders(circuit_tracer_folder(tmp_path / "scope", {0: scope})).values()
     assert torch.equal(units.coder.W_enc, own["W_enc"])
-
-
-@pytest.mark.parametrize("kind", ["sae", "transcoder"])
-def test_in_a_host(kind: str, tmp_path: Path) -> None:
-    """Attached, the logits are those of the host whose output is replaced by hand."""
-    model, tokens = toy_model(), random_tokens(2, 6)
-    if kind == "sae":
-        folder = saelens_folder(tmp_path, random_weights(16, 24, 16, "b_enc", "threshold"), architecture="jumprelu")
-        read = written = "blocks.1.hook_mlp_out"
-    else:
-        weights = random_weights(16, 24, 16, "b_enc")
-        layers = {1: {**weights, "W_enc": weights["W_enc"].T}}
-        folder = circuit_tracer_folder(tmp_path, layers, feature_input_hook="ln2.hook_normalized")
-        read, written = "blocks.1.ln2.hook_normalized", "blocks.1.hook_mlp_out"
-    ((site, units),) = load_coders(folder).items()
-    if kind == "transcoder":
-        # Before the norm's weights: a host that keeps them apart is refused.
-        with pytest.raises(swd.errors.AttachError, match="fold_ln"):
-            swd.attach(model, {site: units})
-        model = toy_model(normalization_type="LNPre")
-    seen: dict[str, torch.Tensor] = {}
-
-    def keep(value: torch.Tensor, hook: Any) -> None:
-        seen["x"] = value
-
-    def replaced(value: torch.Tensor, hook: Any) -> torch.Tensor:
-        x = value if kind == "sae" else seen["x"]
-        return units.decode(units.encode(x))
-
-    with torch.no_grad():
-        hooks: list[Any] = [(written, replaced)] if kind == "sae" else [(read, keep), (written, replaced)]
-        by_hand = model.run_with_hooks(tokens, fwd_hooks=hooks)
-        with swd.attach(model, {site: units}):
-            attached = model(tokens)
-    torch.testing.assert_close(attached, by_hand, rtol=1e-5, atol=1e-5)
-    assert float((attached - model(tokens)).abs().max()) > 1e-2
-
-
-# ---------------------------------------------------------------------------------------------- refused
 
 
 def test_folders_that_hold_no_coder(tmp_path: Path) -> None:
@@ -150,9 +108,3 @@ def test_transcoders_that_have_no_site(tmp_path: Path) -> None:
         load_coders(circuit_tracer_folder(tmp_path / "residual", weights, feature_input_hook="hook_resid_mid"))
     with pytest.raises(FileNotFoundError, match="elsewhere"):
         load_coders(circuit_tracer_folder(tmp_path / "gone", {}, transcoders=["elsewhere.safetensors"]))
-
-
-def test_a_coder_of_another_width_is_refused_by_the_host(tmp_path: Path) -> None:
-    (units,) = load_coders(saelens_folder(tmp_path, random_weights(6, 8, 6, "b_enc"))).values()
-    with pytest.raises(UnitSourceError, match="6"):
-        swd.attach(toy_model(), {"blocks.1.mlp_out": replace(units)})

@@ -34,9 +34,6 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-# ---------------------------------------------------------------------------------------------- values
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_by_hand(kernel):
     # h = (1, 10), factor = [[2, 0], [0, 3]], bias = (100, 200): (2 + 100, 30 + 200)
@@ -56,12 +53,9 @@ def test_every_batch_shape(factor, kernel, batch):
     torch.testing.assert_close(product(h), wanted)
     torch.testing.assert_close(product(h, bias), wanted + bias)
     assert product(h, bias).is_contiguous()
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_an_h_that_is_not_contiguous(factor, kernel):
-    h = inputs(ROWS, 5, 3).permute(2, 1, 0)
-    assert relative(FactorProduct(factor, kernel)(h), h.contiguous() @ factor) < 1e-6
+    torch.testing.assert_close(product(h.transpose(0, -1).contiguous().transpose(0, -1)), wanted)  # not contiguous
+    empty = FactorProduct(torch.zeros_like(factor).double(), kernel)
+    assert torch.equal(empty(h, bias), bias.expand(*batch, -1))
 
 
 def test_float32_kernels_agree_at_full_size():
@@ -73,21 +67,12 @@ def test_float32_kernels_agree_at_full_size():
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_an_empty_factor_gives_the_bias(kernel):
-    bias = inputs(COLUMNS)
-    assert torch.equal(FactorProduct(torch.zeros(ROWS, COLUMNS), kernel)(inputs(4, ROWS), bias), bias.expand(4, -1))
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
 def test_same_bits_every_time(factor, kernel):
     h, bias = inputs(300, ROWS), inputs(COLUMNS)
     first = FactorProduct(factor, kernel)(h, bias)
     assert all(torch.equal(FactorProduct(factor.clone(), kernel)(h, bias), first) for _ in range(5))
     tracked = FactorProduct(factor, kernel)(h.clone().requires_grad_(True), bias)
     assert torch.equal(tracked, first), "with a gradient path the forward is the same"
-
-
-# ---------------------------------------------------------------------------------------------- gradients
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -102,17 +87,6 @@ def test_gradcheck(kernel):
     assert torch.autograd.gradgradcheck(lambda h, b: product(h, b).square(), (h, bias))
 
 
-def test_float32_gradients_agree():
-    factor = sparse_factor(0.04, 768, 512)
-    gradients = []
-    for kernel in KERNELS:
-        h, bias = inputs(2, 100, 768).requires_grad_(True), inputs(512).requires_grad_(True)
-        FactorProduct(factor, kernel)(h, bias).sin().sum().backward()
-        gradients.append((h.grad, bias.grad))
-    for dense, sparse in zip(*gradients, strict=True):
-        assert relative(sparse, dense) < 1e-5
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_torch_func(factor, kernel):
     product, h = FactorProduct(factor, kernel), inputs(ROWS)
@@ -122,9 +96,6 @@ def test_torch_func(factor, kernel):
     assert relative(torch.func.vmap(product, (0, None))(h, bias[0]), h @ factor + bias[0]) < 1e-6
     assert relative(torch.func.vmap(product)(h, bias), h @ factor + bias[:, None]) < 1e-6
     assert relative(torch.func.vmap(product, (None, 0))(h[0], bias), h[0] @ factor + bias[:, None]) < 1e-6
-
-
-# ---------------------------------------------------------------------------------------------- a module among modules
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -169,9 +140,6 @@ def test_compiles_as_one_graph(factor, kernel):
     forward = getattr(FactorProduct.forward, "__wrapped__", FactorProduct.forward)
     compiled = torch.compile(lambda h: forward(product, h, bias), fullgraph=True, backend="eager")
     assert relative(compiled(h), product(h, bias)) < 1e-6
-
-
-# ---------------------------------------------------------------------------------------------- the choice
 
 
 def test_choice_follows_the_bytes():

@@ -89,9 +89,6 @@ def test_a_set_of_a_matrix_without_a_host_has_its_name_alone():
         plain["all"]
 
 
-# ---------------------------------------------------------------------------------------------- units
-
-
 @pytest.mark.parametrize(
     "given",
     [

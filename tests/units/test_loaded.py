@@ -7,39 +7,13 @@ import torch
 
 from swd_lens.units.folders import load_coders
 from swd_lens.units.loaded import ARCHITECTURES
-from tests.units.coder_folders import circuit_tracer_folder, saelens_folder
+from tests.units.coder_folders import circuit_tracer_folder
 from tests.units.test_folders import _units
 
 # Two inputs, three units; unit 0 reads the first input, unit 1 the second, unit 2 minus their sum.
 ENC = [[1.0, 0.0, -1.0], [0.0, 1.0, -1.0]]
 DEC = [[1.0, 0.0], [0.0, 2.0], [10.0, 10.0]]
 X = torch.tensor([[[3.0, 1.0], [0.5, -2.0]]])
-
-
-def test_by_hand(tmp_path: Path) -> None:
-    """b_dec = (1, 1) is taken off first: x is (2, 0) and (-0.5, -3), units see (2, 0, -2) and (-0.5, -3, 3.5), and b_enc."""
-    own = {"W_enc": ENC, "W_dec": DEC, "b_dec": [1.0, 1.0]}
-    site, units = _units(saelens_folder(tmp_path / "standard", {**own, "b_enc": [0.0, 0.5, 0.0]}))
-    assert (site, units.reads, units.writes, units.n_units) == ("blocks.1.mlp_out", "output", "output", 3)
-    z = units.encode(X)
-    assert z.tolist() == [[[2.0, 0.5, 0.0], [0.0, 0.0, 3.5]]]
-    # (2 + 1, 2 * 0.5 + 1) and (35 + 1, 35 + 1)
-    assert units.decode(z).tolist() == [[[3.0, 2.0], [36.0, 36.0]]]
-    without = saelens_folder(tmp_path / "no b_dec", {**own, "b_enc": [0.0, 0.5, 0.0]}, apply_b_dec_to_input=False)
-    assert _units(without)[1].encode(X).tolist() == [[[3.0, 1.5, 0.0], [0.5, 0.0, 1.5]]]
-    # A threshold of 2 is not above 2.
-    jump = {**own, "b_enc": [0.0, 0.5, 0.0], "threshold": [2.0, 0.4, 3.0]}
-    assert _units(saelens_folder(tmp_path / "jump", jump, architecture="jumprelu"))[1].encode(X).tolist() == [
-        [[0.0, 0.5, 0.0], [0.0, 0.0, 3.5]]
-    ]
-    # The largest of each position; where the largest two hold a negative one, it is 0.
-    topk = saelens_folder(tmp_path / "topk", {**own, "b_enc": [0.0, 0.5, 0.0]}, architecture="topk", k=1)
-    assert _units(topk)[1].encode(X).tolist() == [[[2.0, 0.0, 0.0], [0.0, 0.0, 3.5]]]
-    # Gates open where x @ W_enc + b_gate is above 0: units 0 and 1 (0 + 1), and 2; magnitudes are e times W_enc plus 1.
-    gated = {**own, "b_gate": [0.0, 1.0, 0.0], "b_mag": [1.0, 1.0, 1.0], "r_mag": [1.0, 1.0, 1.0]}
-    z = _units(saelens_folder(tmp_path / "gated", gated, architecture="gated"))[1].encode(X)
-    e = 2.718281828459045
-    torch.testing.assert_close(z, torch.tensor([[[2 * e + 1, 1.0, 0.0], [0.0, 0.0, 3.5 * e + 1]]]))
 
 
 def test_circuit_tracer_by_hand(tmp_path: Path) -> None:
@@ -52,7 +26,7 @@ def test_circuit_tracer_by_hand(tmp_path: Path) -> None:
             "W_dec": DEC,
             "b_enc": [0.0] * 3,
             "b_dec": [0.0] * 2,
-            "activation_function.threshold": [2.5, -3.0, 0.0],
+            "activation_function.threshold": [3.0, -3.0, 0.0],
         },
     }
     coders = load_coders(circuit_tracer_folder(tmp_path, layers))
@@ -62,7 +36,7 @@ def test_circuit_tracer_by_hand(tmp_path: Path) -> None:
     z = first.encode(X)
     assert z.tolist() == [[[3.0, 1.5, 0.0], [0.5, 0.0, 1.5]]]
     assert first.decode(z).tolist() == [[[4.0, 4.0], [16.5, 16.0]]]
-    assert second.encode(X).tolist() == [[[3.0, 1.0, 0.0], [0.0, -2.0, 1.5]]]
+    assert second.encode(X).tolist() == [[[0.0, 1.0, 0.0], [0.0, -2.0, 1.5]]]  # 3 is not above 3
     assert list(load_coders(tmp_path, layers=[2])) == ["blocks.2.mlp"]
     # Edges of unit 2: two of each side.
     assert first.edges_per_unit.tolist() == [2, 2, 4]

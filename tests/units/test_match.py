@@ -14,11 +14,11 @@ from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.integrity import fingerprint
 from swd_lens.units.match import described, rounded_checksum, weight_fingerprint
 from tests import families
+from tests.bridge.test_transport import TOKENS, assert_same, seen
 from tests.micro import random_tokens, toy_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* calibration tokens for")  # few, to be quick
 
-TOKENS = families.some_tokens(2, 9)
 PROCESSINGS = {
     "fold_ln": {"fold_ln": True, "center_writing_weights": False, "fold_value_biases": False},
     "value biases": {"fold_ln": False, "center_writing_weights": False, "fold_value_biases": True},
@@ -26,24 +26,14 @@ PROCESSINGS = {
 }
 
 
+# LayerNorm and biases everywhere; RMSNorm and biases of q, k and v.
+two_families = pytest.mark.parametrize("raw", ["gpt2", "qwen2"], indirect=True)
+
+
 def processed(family, **flags):
     model = families.hooked(family)
     model.load_and_process_state_dict(model.state_dict(), **flags, center_unembed=flags["center_writing_weights"])
     return model
-
-
-def seen(model, factors):
-    """Log-probabilities and every z."""
-    with torch.no_grad(), swd.attach(model, factors):
-        logits, cache = model.run_with_cache(TOKENS, names_filter=lambda name: name.endswith("_unit"))
-    return logits.log_softmax(-1), cache
-
-
-def assert_same(one, other):
-    (a, z_a), (b, z_b) = one, other
-    assert float((a - b).abs().max() / a.abs().max()) < 1e-5
-    for name in z_a:
-        assert float((z_a[name] - z_b[name]).abs().max() / z_a[name].abs().max()) < 1e-5, name
 
 
 @pytest.fixture(scope="module", params=families.HOOKED)
@@ -76,6 +66,7 @@ def test_factors_of_a_processed_host_move_to_the_raw_one(raw):
     assert_same(seen(host, factors), seen(model, factors.transport(model)))
 
 
+@two_families
 def test_without_transport_it_would_be_silently_wrong_and_is_refused(raw):
     family, model, factors = raw
     host = processed(family, **PROCESSINGS["everything"])
@@ -96,6 +87,7 @@ def test_without_transport_it_would_be_silently_wrong_and_is_refused(raw):
     assert set(unchanged) <= set(same)
 
 
+@two_families
 def test_files_carry_what_transport_needs_and_one_matrix_moves_too(raw, tmp_path):
     family, model, factors = raw
     host = processed(family, **PROCESSINGS["everything"])
@@ -107,6 +99,7 @@ def test_files_carry_what_transport_needs_and_one_matrix_moves_too(raw, tmp_path
     assert torch.equal(f.transport(host).read, loaded["blocks.0.mlp_in"].read)
 
 
+@two_families
 def test_what_does_not_lead_to_the_host_is_refused(raw):
     family, _, factors = raw
     host = processed(family, **PROCESSINGS["everything"])
@@ -176,9 +169,6 @@ def test_factors_that_do_not_say_of_which_w_they_are_are_moved_by_their_origin()
     moved = replace(f, provenance=provenance).transport(host)
     assert moved.offsets is not None
     assert_same(seen(model, {"blocks.0.mlp_in": f}), seen(host, {"blocks.0.mlp_in": moved}))
-
-
-# ---------------------------------------------------------------------------------------------- hashes
 
 
 SITE = "blocks.1.mlp_out"

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from swd_lens.base.errors import FactorFileError
 from swd_lens.units.factors import Factors, FactorSet, write_factors
-from swd_lens.units.index import FORMAT_VERSION, entries_in, open_folder
+from swd_lens.units.index import FORMAT_VERSION, entries_in
 from swd_lens.units.integrity import Offsets, Origin, Probe, from_tensors, sketch
 from swd_lens.units.storage import StoredSite
 from tests.units.made import rewrite, small
@@ -20,36 +20,12 @@ SITES = ["blocks.0.mlp_in", "blocks.0.mlp_out"]
 
 # All in binary fractions, which float32 holds exactly; (6, 4) and (4, 5).
 READ = {
-    "blocks.0.mlp_in": [
-        [0.0, 0.0, 0.0, -1.5],
-        [0.0, 0.0, -0.75, 0.0],
-        [0.0, 0.0, 0.0, 0.0],
-        [0.75, 0.0, 0.0, -0.75],
-        [0.0, 0.0, 0.0, 0.0],
-        [0.0, 0.75, 0.0, 0.0],
-    ],
-    "blocks.0.mlp_out": [
-        [0.0, 0.0, -0.75, 0.0],
-        [0.0, 0.0, 0.0, 0.0],
-        [0.75, 0.0, 0.0, -0.75],
-        [0.0, 0.0, 0.0, 0.0],
-        [0.0, 0.75, 0.0, 0.0],
-        [1.5, 0.0, 0.0, 0.0],
-    ],
+    "blocks.0.mlp_in": [[0, 0, 0, -1.5], [0, 0, -0.75, 0], [0] * 4, [0.75, 0, 0, -0.75], [0] * 4, [0, 0.75, 0, 0]],
+    "blocks.0.mlp_out": [[0, 0, -0.75, 0], [0] * 4, [0.75, 0, 0, -0.75], [0] * 4, [0, 0.75, 0, 0], [1.5, 0, 0, 0]],
 }
 WRITE = {
-    "blocks.0.mlp_in": [
-        [0.0, 0.0, -0.25, 0.0, -0.5],
-        [0.0, 0.25, 0.0, 0.0, 0.0],
-        [0.75, 0.0, 0.5, 0.0, 0.25],
-        [0.0, 1.0, 0.0, 0.75, 0.0],
-    ],
-    "blocks.0.mlp_out": [
-        [0.0, -0.25, 0.0, -0.5, 0.0],
-        [0.25, 0.0, 0.0, 0.0, -0.25],
-        [0.0, 0.5, 0.0, 0.25, 0.0],
-        [1.0, 0.0, 0.75, 0.0, 0.5],
-    ],
+    "blocks.0.mlp_in": [[0, 0, -0.25, 0, -0.5], [0, 0.25, 0, 0, 0], [0.75, 0, 0.5, 0, 0.25], [0, 1, 0, 0.75, 0]],
+    "blocks.0.mlp_out": [[0, -0.25, 0, -0.5, 0], [0.25, 0, 0, 0, -0.25], [0, 0.5, 0, 0.25, 0], [1, 0, 0.75, 0, 0.5]],
 }
 ITERATIONS = {"blocks.0.mlp_in": 20, "blocks.0.mlp_out": 21}
 RECORDS = {
@@ -113,7 +89,7 @@ def test_golden_files_are_read():
     assert loaded.edges == 27 and loaded.n_units == 8 and repr(loaded).count("in its file") == 2
     for site, f in loaded.items():
         assert f.read.tolist() == READ[site] and f.write.tolist() == WRITE[site]
-        assert f.read.dtype == f.write.dtype == torch.float32
+        assert f.read.dtype == f.write.dtype == torch.float32 and torch.equal(f.product(), f.read @ f.write)  # no offsets
         assert (f.settings, f.provenance) == (wanted[site].settings, wanted[site].provenance)
         assert records_of(f) == RECORDS[site]
 
@@ -124,9 +100,6 @@ def test_the_present_code_writes_the_golden_files(tmp_path, again):
     again().save(tmp_path)
     written, kept = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (tmp_path, GOLDEN))
     assert written == kept
-
-
-# ---------------------------------------------------------------------------------------------- records in a file
 
 
 def travelling() -> Factors:
@@ -143,35 +116,12 @@ def travelling() -> Factors:
     )
 
 
-def test_records_survives(tmp_path):
-    f = travelling()
-    # z = (1 * 1 + 0.5, 2 * 2 + 0): unit 1 first.
-    assert f.probe.units.tolist() == [1, 0] and f.probe.z.tolist() == [4.0, 1.5]
-    # y = (1.5 * 1 + 0, 4 * 1 - 1).
-    assert f.probe.outputs.tolist() == [1, 0] and f.probe.y.tolist() == [3.0, 1.5]
-    f.save(tmp_path)
-    g = Factors.load(tmp_path)
-    assert records_of(g) == records_of(f) and set(records_of(g)) == {
-        "origin.scale",
-        "origin.right",
-        "origin.left",
-        "offsets.unit",
-        "offsets.out",
-        "probe.input",
-        "probe.units",
-        "probe.z",
-        "probe.outputs",
-        "probe.y",
-    }
-    assert torch.equal(g.product(), f.read @ f.write)  # offsets are no part of it
-    _, sites = open_folder(tmp_path)
-    assert records_of(Factors(**sites["matrix"].parts())) == records_of(f)
-
-
-def test_to_a_device_takes_the_offsets_along():
-    f = travelling().to("meta")
-    assert f.offsets.unit.device.type == f.offsets.out.device.type == f.read.device.type == "meta"
-    assert f.origin.right.device.type == f.probe.input.device.type == "cpu"
+def test_to_a_device_takes_weight_and_offsets_along_and_makes_nothing_anew_that_is_there():
+    there = dataclasses.replace(travelling(), weight=torch.ones(3, 2))
+    f = there.to("meta")
+    assert there.to("cpu") is there and f.weight.is_meta
+    assert f.offsets.unit.is_meta and f.offsets.out.is_meta and f.read.is_meta
+    assert not f.origin.right.is_meta and not f.probe.input.is_meta
     assert Factors(torch.eye(2), torch.eye(2)).to("meta").offsets is None
 
 
@@ -244,9 +194,6 @@ def test_files_without_records_hold_no_extras(tmp_path):
     (path,) = tmp_path.glob("*.safetensors")
     assert set(load_file(path)) == {"read.index", "read.value", "write.index", "write.value"}
     assert Factors.load(tmp_path).origin is None
-
-
-# ---------------------------------------------------------------------------------------------- damaged
 
 
 def ints(*values: int) -> torch.Tensor:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import swd_lens as swd
 from swd_lens.base.errors import AttachError
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.units import UnitSet, attach, unit_set
@@ -67,13 +66,6 @@ def test_units_are_hashed_once_a_set(model, factors, monkeypatch):
         UnitSet.of(model, {SITE: factors["blocks.0.mlp_out"]}).require_made_for(scored, "this ranking")
     with pytest.raises(ValueError, match=r"this ranking is of \{'blocks.1.mlp_out': 16\}, the factors are"):
         UnitSet.of(model, factors).require_made_for(scored, "this ranking")
-
-
-def test_a_set_in_use_is_one_object(model, factors):
-    """attribute, evaluate and fidelity take a UnitSet."""
-    units = UnitSet.of(model, factors["blocks.1.mlp_out"])
-    tokens = torch.arange(12).view(2, 6)
-    assert swd.fidelity(model, units, tokens) == swd.fidelity(model, factors["blocks.1.mlp_out"], tokens)
 
 
 def test_heads_by_hand():

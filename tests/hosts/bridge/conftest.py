@@ -1,7 +1,7 @@
 """Tiny checkpoints as bridges, and a projection simple enough to check by hand."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -85,16 +85,24 @@ def host(request: pytest.FixtureRequest) -> Host:
     return host_of(families.bridge(request.param))
 
 
+def fresh(name: str) -> Host:
+    return host_of(families.bridge(name))
+
+
+shared = cache(fresh)  # for tests that leave it as they found it
+
+
+@pytest.fixture(params=families.FAMILIES)
+def kept(request: pytest.FixtureRequest) -> Host:
+    return shared(request.param)
+
+
 @pytest.fixture(params=families.CAUSAL)
 def causal(request: pytest.FixtureRequest) -> Host:
-    return host_of(families.bridge(request.param))
+    return shared(request.param)
 
 
 TOKENS = families.some_tokens(rows=3, pos=11)
-
-
-def fresh(name: str) -> Host:
-    return host_of(families.bridge(name))
 
 
 def close(left: torch.Tensor, right: torch.Tensor) -> bool:

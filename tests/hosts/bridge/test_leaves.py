@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swd_lens.base.errors import UnsupportedHostError
-from tests.hosts.bridge.conftest import TOKENS, DenseUnits, close, fresh, sites_with, snapshot, swap_dense, swap_in
+from tests.hosts.bridge.conftest import TOKENS, close, fresh, sites_with, snapshot, swap_dense
 
 
 @pytest.mark.quick_cases(4)
@@ -44,16 +44,6 @@ def test_every_unit_hook_sees_and_changes_what_the_site_computes(host):
         bias = y[site][0, 0]
         assert torch.equal(y[site], bias.expand_as(y[site])), site
         undo()
-
-
-@pytest.mark.quick_cases(3)
-def test_a_site_is_swapped_once(host):
-    site = host.sites()[0]
-    undo = swap_dense(host, [site])
-    with pytest.raises(RuntimeError, match=f"{site.name} is attached already"):
-        swap_dense(host, [site])
-    undo()
-    swap_dense(host, [site])()
 
 
 @pytest.mark.parametrize(("part", "whole"), [("attn_k", "attn_qkv"), ("mlp_gate", "mlp")])
@@ -104,37 +94,6 @@ def test_undoing_an_older_swap_spares_the_newer_one():
     new()
 
 
-@pytest.mark.quick_cases(3)
-def test_a_swap_that_fails_half_way_leaves_no_trace(host, monkeypatch):
-    import swd_lens.hosts.bridge as bridge
-
-    def fail(leaves, projection, name, rows):
-        original(leaves[:1], projection, name, rows)
-        raise KeyboardInterrupt
-
-    original = bridge.mount
-    before = snapshot(host.model)
-    monkeypatch.setattr(bridge, "mount", fail)
-    for site in host.sites() + host.alternatives():
-        with pytest.raises(KeyboardInterrupt):
-            swap_dense(host, [site])
-        assert snapshot(host.model) == before
-
-
-@pytest.mark.quick_cases(3)
-def test_projections_may_ask_for_the_dense_output(host):
-    dense = host.run(TOKENS)
-    sites, undos, seen = host.sites(), [], {}
-    for site in sites:
-        swap_in(host, site, DenseUnits, undos)
-    with host.outputs(sites, lambda site, y: seen.update({site.hook_name: y})):
-        y, cache = host.model.run_with_cache(TOKENS, names_filter=lambda name: name.endswith("_unit"))
-    assert torch.equal(y, dense)
-    assert all(torch.equal(cache[site.hook_name], seen[site.hook_name]) for site in sites)
-    for undo in undos:
-        undo()
-
-
 def test_the_bias_is_read_when_the_model_runs():
     host = fresh("gpt2")
     site = next(site for site in host.sites() if site.name == "blocks.1.mlp_out")
@@ -169,7 +128,7 @@ FLAGS = [
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("name", ["gpt2", "pythia", "llama", "qwen2"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize(("flag", "kinds"), FLAGS)
 def test_head_by_head_switches(name, flag, kinds):
     host = fresh(name)

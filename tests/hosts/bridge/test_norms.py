@@ -6,7 +6,7 @@ import torch
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.hosts import Affine
 from tests import families
-from tests.hosts.bridge.conftest import TOKENS, close, fresh, sites_with, snapshot, swap_dense
+from tests.hosts.bridge.conftest import TOKENS, close, fresh, shared, sites_with, snapshot, swap_dense
 
 
 def test_the_readout_turns_the_last_block_into_logits(causal):
@@ -23,13 +23,13 @@ def test_the_readout_turns_the_last_block_into_logits(causal):
 
 def test_an_encoder_has_no_readout():
     with pytest.raises(UnsupportedHostError, match="BertArchitectureAdapter"):
-        fresh("bert").readout()
+        shared("bert").readout()
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_affine_says_how_inputs_are_written(name):
     """h = x * scale + shift with x the normalized residual stream, as the bridge's own hooks show it."""
-    host, folds = fresh(name), name not in ("qwen3_5", "bert")
+    host, folds = shared(name), name not in ("qwen3_5", "bert")
     reads = [site for site in host.sites() + host.alternatives() if site.kind not in ("attn_o", "mlp_out")]
     if not folds:
         assert all(host.affine(site) is None for site in reads)
@@ -52,7 +52,7 @@ def test_affine_says_how_inputs_are_written(name):
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_affine_of_what_writes(name):
-    host = fresh(name)
+    host = shared(name)
     for site in host.sites():
         if site.kind == "mlp_out":
             assert host.affine(site) == Affine()

@@ -16,7 +16,7 @@ from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.families import FAMILIES, facts_of
 from swd_lens.hosts.sites import Site
 from tests import families
-from tests.hosts.bridge.conftest import TOKENS, close, fresh, swap_dense
+from tests.hosts.bridge.conftest import TOKENS, close, fresh, shared, swap_dense
 
 APART = {"attn_q": (16, 16), "attn_k": (16, 8), "attn_v": (16, 8), "attn_o": (16, 16)}
 WIDE = {"attn_q": (16, 32), "attn_k": (16, 16), "attn_v": (16, 16), "attn_o": (32, 16)}
@@ -47,14 +47,16 @@ TABLE: dict[str, list[tuple[dict, dict]]] = {
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_the_sites_of_every_family(name: str):
-    host = fresh(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is missing
+        host = fresh(name)
     for got, which in ((host.sites(), 0), (host.alternatives(), 1)):
         expected = [(i, kind, *shape) for i, layer in enumerate(TABLE[name]) for kind, shape in layer[which].items()]
         assert [(s.layer, s.kind, s.d_in, s.d_out) for s in got] == expected
 
 
 def _reference_weight(name: str, model: nn.Module, site: Site, linear: bool) -> torch.Tensor:
-    family = FAMILIES["llama"] if name == "qwen3_5" and not linear else facts_of(families.bridge(name)).family
+    family = FAMILIES["llama"] if name == "qwen3_5" and not linear else facts_of(shared(name).model).family
     module = model.get_submodule(f"{family.blocks[0]}.{site.layer}.{family.modules[site.kind]}")
     weight = module.weight if name == "gpt2" else module.weight.T
     if name == "pythia" and site.kind == "attn_qkv":
@@ -66,19 +68,19 @@ def _reference_weight(name: str, model: nn.Module, site: Site, linear: bool) -> 
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_weights_are_those_of_the_checkpoint(name: str):
-    host, model = fresh(name), families.reference(name)
+    host, model = shared(name), families.reference(name)
     for site in host.sites():
         linear = site.layer < 3  # Qwen3.5's, all but the last
         assert torch.equal(host.weight(site), _reference_weight(name, model, site, linear)), site
 
 
-def test_a_packed_weight_is_its_parts_side_by_side(host):
-    by_name = {site.name: site for site in host.sites() + host.alternatives()}
+def test_a_packed_weight_is_its_parts_side_by_side(kept):
+    by_name = {site.name: site for site in kept.sites() + kept.alternatives()}
     packed = [s for s in by_name.values() if s.kind == "attn_qkv" and f"blocks.{s.layer}.attn_q" in by_name]
     assert packed
     for site in packed:
         parts = [by_name[f"blocks.{site.layer}.attn_{part}"] for part in "qkv"]
-        assert torch.equal(host.weight(site), torch.cat([host.weight(part) for part in parts], dim=1))
+        assert torch.equal(kept.weight(site), torch.cat([kept.weight(part) for part in parts], dim=1))
 
 
 class Table(nn.Module):
@@ -133,12 +135,6 @@ def test_a_subclass_of_linear_is_no_site():
     with pytest.warns(UserWarning, match=r"blocks\.0\.mlp\.mlp_out: ScaledLinear"):
         names = [site.name for site in host_of(model).sites()]
     assert "blocks.0.mlp_out" not in names and "blocks.1.mlp_out" in names
-
-
-def test_no_family_is_reported_as_incomplete(host):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        host_of(host.model)
 
 
 @pytest.mark.parametrize("more", [{"attn_only": True}, {"gated_mlp": True, "act_fn": "silu"}, {"normalization_type": None}])

@@ -57,8 +57,6 @@ def test_is_a_plain_gpt2_style_hooked_transformer(model):
 
 def test_auto_is_a_hooked_transformer_where_there_is_one(model):
     assert type(model).__name__ == type(load_default_model(kind="hooked")).__name__ == "HookedTransformer"
-    with pytest.raises(ValueError, match="kind must be one of 'auto', 'hooked', 'bridge', got 'both'"):
-        load_default_model(kind="both")
 
 
 def test_a_file_without_a_parameter_is_named(tmp_path):
@@ -74,12 +72,6 @@ def test_a_file_without_a_parameter_is_named(tmp_path):
 def test_the_file_holds_what_its_shape_says():
     shape = Shape(**json.loads((WEIGHTS / "config.json").read_text()))
     assert sorted(load_file(WEIGHTS / "model.safetensors")) == sorted(shape.stored_names())
-
-
-def test_text_is_generated(model):
-    assert model.to_string(model.to_single_token(" Mary")) == " Mary"
-    text = model.generate("So Mary is a really great friend, isn't", max_new_tokens=1, do_sample=False, verbose=False)
-    assert text.endswith(" she")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -125,10 +117,6 @@ def test_text_tokens_are_rows_of_held_out_documents(model, packer):
 
 
 def test_bad_requests_say_what_to_do(tmp_path):
-    with pytest.raises(ValueError, match="split must be one of 'train', 'validation', 'test', got 'dev'"):
-        text_tokens(100, split="dev")
-    with pytest.raises(ValueError, match="n_tokens must be a whole number of at least 1, got 0"):
-        text_tokens(0)
     with pytest.raises(FileNotFoundError, match=r"has no config\.json; give a folder"):
         load_model_folder(tmp_path)
     for name in ("config.json", "model.safetensors"):
