@@ -1,14 +1,10 @@
 """What a circuit's numbers are (../shared/spec/measure.md §1), in plain torch: nothing of swd_lens, nothing of transformer_lens.
 
 1. Read what is given: token ids as plain lists (`Prompts`), factors out of the folder that swd_lens saved (`read_factors`).
-2. Run a model: a function of (rows of ids, what stands in a projection's place) that gives last-position logits. `embedded`
-   is the embedded model, written out from its weights; `llama` is transformers' own model, whose nn.Linear are hooked.
+2. Run a model, a function of (rows of ids, what stands in a projection's place) that gives last-position logits.
 3. `attribute`: score_i = mean over prompts of max(0, sum over positions of z_i dg/dz_i), by autograd; mu_i = mean of z_i.
-4. `measure`: margins of the dense model, with all units, and with each prefix of a ranking kept and ablated; Q is their mean.
-   recovered = (Q(S) - Q(empty)) / (Q(full) - Q(empty)), sufficiency = Q(S) / Q(full), drop = Q(full) - Q(ablate S), carried =
-   Q(full) - Q(empty) with the standard error of the prompts' differences.
-5. `cost_at`: the least cost among prefixes that recover .9 on validation prompts; None where test prompts say that the units
-   do not carry the task.
+4. `measure`: mean margins Q of the dense model, with all units, and with each prefix of a ranking kept and ablated, and shares.
+5. `cost_at`: the least cost among prefixes that recover .9 on validation prompts; None where the task is not carried.
 
 Prompts are run one by one, whole, in float64; the circuits of one prompt are the rows of one batch.
 """
@@ -80,9 +76,6 @@ def read_factors(folder: Path, bias: Callable[[str], Tensor | float]) -> dict[st
     return pairs
 
 
-# ---------------------------------------------------------------------------------------------- models
-
-
 def embedded(file: Path, eps: float = 1e-5) -> Model:
     """The embedded model from its file: pre-norm blocks, learned positions, gelu's tanh form, the embedding as unembedding.
 
@@ -137,9 +130,6 @@ def llama(model: Any) -> Model:
     return forward
 
 
-# ---------------------------------------------------------------------------------------------- units
-
-
 def through_units(pairs: Mapping[str, Pair], seen: Callable[[str, Tensor], Tensor]) -> Projections:
     """Every site's projection through its units; `seen` gets (site, z) and gives what is written in z's place."""
 
@@ -190,9 +180,6 @@ def ranked(scores: Mapping[str, Tensor]) -> list[Unit]:
     """All units of all sites, the highest score first; equal ones in the order of sites and units."""
     units = [(float(score), site, unit) for site, of_site in scores.items() for unit, score in enumerate(of_site)]
     return [(site, unit) for _, site, unit in sorted(units, key=lambda each: -each[0])]
-
-
-# ---------------------------------------------------------------------------------------------- measuring
 
 
 def prefix_grid(n_units: int) -> list[int]:

@@ -23,38 +23,19 @@ def toy():
     return model, swd_zero_data(model, "*.mlp_out")
 
 
-def test_rows_of_a_per_position_mean_are_aligned_at_the_end():
+def test_values_of_mean_and_zero_and_rows_of_a_mean_per_position():
     means = torch.tensor([[1.0], [2.0], [3.0]])
     assert aligned(means, 1).tolist() == [[3.0]]
     assert aligned(means, 3).tolist() == [[1.0], [2.0], [3.0]]
     assert aligned(means, 5).tolist() == [[1.0], [1.0], [1.0], [2.0], [3.0]]
     for length in range(1, 6):
         assert torch.equal(aligned(means, length), rows_for(means, length))
-
-
-def test_values_of_mean_and_zero():
     scores = UnitScores({"s": torch.ones(2)}, {"s": torch.tensor([3.0, 4.0])}, {})
     assert ablation_values(scores, "mean")["s"].tolist() == [3.0, 4.0]
     assert ablation_values(scores, "zero")["s"].tolist() == [0.0, 0.0]
     for ablation in ("resample", "median"):
         with pytest.raises(ValueError, match=f"'mean' or 'zero' here, got '{ablation}'"):
             ablation_values(scores, ablation)
-
-
-@pytest.mark.parametrize("mean_over", ["all_tokens", "per_position"])
-def test_fixed_values_broadcast_over_the_bucket(toy, mean_over):
-    model, factors = toy
-    with attach(model, factors) as attachment:
-        host, sites = host_of(model), attachment.sites
-        attachment.detach()
-    scores = attribute(model, factors, TRAIN, positions="all", mean_over=mean_over)
-    for ablation in ("mean", "zero"):
-        reference = Reference(host, sites, scores, ablation, TRAIN)
-        for bucket in TRAIN.buckets():
-            length = bucket.tokens.shape[1]
-            for site, value in reference(bucket).items():
-                expected = rows_for(scores.means[site], length) * (ablation == "mean")
-                assert torch.equal(value.expand(1, length, -1)[0], expected)
 
 
 @pytest.mark.parametrize("positions", ["scoring", "all"])

@@ -15,6 +15,7 @@ from swd_lens.tasks.task import Task
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
 from tests.circuits.slow import able_split, carried_by
+from tests.circuits.worked import kept
 from tests.contract import UNIT_SOURCES, swd_zero_data
 from tests.forwards import block_runs
 from tests.micro import micro_model, random_split, split_of, toy_model
@@ -36,7 +37,7 @@ def micro():
     return model, factors, Task("by hand", TRAIN, TEST, TEST, "by hand", False), attribute(model, factors, TRAIN)
 
 
-def test_the_worst_restoration_by_hand(micro):
+def test_the_worst_restoration_by_hand(micro, tmp_path):
     model, factors, task, scores = micro
     circuit = Circuit.of(factors, scores, [f"{SITE}/0"])
     found = swd.attack(model, factors, task, circuit, budget=[1, 0.5, 0], n=3)
@@ -48,10 +49,8 @@ def test_the_worst_restoration_by_hand(micro):
     # There is one unit to deal the shares to: random restorations are the adversary's.
     assert found.table()["as low"].tolist() == [3, 3, 3] and found.p == 1.0
     assert "recover 200% of by hand, and 100% where up to 1 of the 1 outside" in repr(found)
-
-
-def test_where_restoring_helps_the_adversary_restores_nothing(micro):
-    model, factors, task, scores = micro
+    pd.testing.assert_frame_equal(kept(found, tmp_path).shares, found.shares)
+    # Where restoring helps, the adversary restores nothing.
     found = swd.attack(model, factors, task, Circuit.of(factors, scores, [f"{SITE}/1"]), n=2)
     assert found.own == found.recovered == pytest.approx(-1.0) and found.shares.empty and found.p == 1.0
 
@@ -73,28 +72,11 @@ def test_what_is_refused(micro):
         ({"budget": 1.5}, "budget, a share of the outside units, must be a number from 0 to 1, got 1.5"),
         ({"budget": []}, "budget= names nothing"),
         ({"n": 0}, "n must be a whole number of at least 1, got 0"),
-        ({"steps": 0}, "steps must be"),
-        ({"starts": 0}, "starts must be"),
-        ({"ablation": "half"}, "ablation must be one of"),
     ):
         with pytest.raises(ValueError, match=message):
             swd.attack(model, factors, task, circuit, **how)
     with pytest.raises(ValueError, match="the circuit has all 2 units that read and write"):
         swd.attack(model, factors, task, Circuit.of(factors, scores, scores.ranking()))
-
-
-def test_it_is_saved_and_has_a_card(micro, tmp_path):
-    model, factors, task, scores = micro
-    found = swd.attack(model, factors, task, Circuit.of(factors, scores, [f"{SITE}/0"]), budget=[0.5, 1], n=2)
-    found.save(tmp_path / "attack.json")
-    again = Attack.load(tmp_path / "attack.json")
-    pd.testing.assert_frame_equal(again.table(), found.table())
-    pd.testing.assert_frame_equal(again.shares, found.shares)
-    assert repr(again) == repr(found) and again.settings == {**found.settings, "budgets": [0.5, 1.0]}
-    assert "under attack" in found._repr_html_() and len(found.plot().axes[0].lines) == 3
-
-
-# ---------------------------------------------------------------------------------------------- projection and dealing
 
 
 def test_a_projection_is_the_nearest_point_that_is_allowed():
@@ -119,9 +101,6 @@ def test_dealt_shares_are_the_same_shares():
     dealt = deal(shares, may, 40, seed=0)
     assert all(sorted(each.tolist()) == sorted(shares.tolist()) and not bool(each[~may].any()) for each in dealt)
     assert {tuple(each.tolist()) for each in dealt}.__len__() > 10
-
-
-# ---------------------------------------------------------------------------------------------- on a toy
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +152,7 @@ def test_an_interrupted_call_goes_on_where_it_was(toy, tmp_path, monkeypatch):
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("positions", ["scoring", "all"])
-@pytest.mark.parametrize("ablation", ["mean", "zero", "resample"])
+@pytest.mark.parametrize(("positions", "ablation"), [("scoring", "mean"), ("all", "zero"), ("all", "resample")])
 def test_the_gradient_is_that_of_differences(positions, ablation):
     model = toy_model().double()
     factors = swd_zero_data(model, ["blocks.0.mlp_out", "blocks.1.attn_o", "blocks.1.mlp_out"])
@@ -237,17 +215,17 @@ def test_it_finds_the_worst_there_is_where_effects_add_up(toy):
     split = able_split(9)
     scores = attribute(model, factors, split)
     circuit = Circuit.of(factors, scores, scores.ranking()[:5])
-    kept, valid = in_ranking(scores, circuit), valid_in_ranking(scores, circuit.edges)
+    inside, valid = in_ranking(scores, circuit), valid_in_ranking(scores, circuit.edges)
     with attach(model, factors) as attachment:
         runner = InterventionRunner(host_of(model), attachment, split, scores, "mean", keep=True)
-        ones = torch.eye(len(kept))[valid & ~kept]
-        sets = kept.expand(1 + len(ones), -1)
-        given = torch.cat([torch.zeros(1, len(kept)), ones])
+        ones = torch.eye(len(inside))[valid & ~inside]
+        sets = inside.expand(1 + len(ones), -1)
+        given = torch.cat([torch.zeros(1, len(inside)), ones])
         q = runner.run(len(given), lambda rows: partial_masks(scores, sets[rows], given[rows]))[0].q
         effects = (q[1:] - q[0]).sort().values
         for budget in (0.1, 0.5):
-            (found,) = Adversary(runner, scores, valid).worst(kept, [budget])
-            (lowest,) = runner.run(1, lambda rows, f=found: partial_masks(scores, kept[None], f[None]))[0].q
+            (found,) = Adversary(runner, scores, valid).worst(inside, [budget])
+            (lowest,) = runner.run(1, lambda rows, f=found: partial_masks(scores, inside[None], f[None]))[0].q
             most = budget * len(ones)
             whole = int(most)
             best = float(effects[:whole].clamp(max=0).sum() + (most - whole) * effects[whole].clamp(max=0))
@@ -268,11 +246,9 @@ def test_what_comes_before_the_first_replaced_layer_is_run_once(toy):
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("source", ["transcoder", "svd"])
-def test_other_unit_sources(source):
-    model = toy_model()
-    split = able_split(9)
-    units = UNIT_SOURCES[source](model, "blocks.1.mlp_out")
+def test_units_of_a_transcoder():
+    model, split = toy_model(), able_split(9)
+    units = UNIT_SOURCES["transcoder"](model, "blocks.1.mlp_out")
     scores = attribute(model, units, split)
     curve = swd.evaluate(model, units, split, scores, random_sets=0)
     found = attack(model, units, split, curve.circuit(4), n=2, steps=4, budget=[0, 0.2])
@@ -281,9 +257,6 @@ def test_other_unit_sources(source):
     # Judged on the prompts that it was fitted on, the adversary is never above the circuit.
     without, with_budget = q["adversary"]
     assert without == pytest.approx(q["circuit"], abs=1e-5) and with_budget < q["circuit"] - 1e-3
-
-
-# ---------------------------------------------------------------------------------------------- its null
 
 
 def blind(monkeypatch, generator: torch.Generator) -> None:
@@ -308,15 +281,15 @@ def unbound(found: Attack, generator: torch.Generator) -> float:
 
 @pytest.mark.slow
 def test_p_is_uniform_on_the_embedded_model(default_model, monkeypatch):
-    """200 adversaries that learned nothing, on neurons of the last MLP."""
+    """120 adversaries that learned nothing, on neurons of the last MLP."""
     factors = swd.baselines.neurons(default_model, "blocks.3.mlp_out")
     task = swd.load_task("gendered_pronoun", default_model, n_train=200, n_validation=20, n_test=24)
     scores = swd.attribute(default_model, factors, task)
     generator, p, dense = torch.Generator().manual_seed(1), [], swd.circuits.dense_cache.DenseCache()
     blind(monkeypatch, generator)
     circuit = Circuit.of(factors, scores, scores.ranking()[:8])
-    for draw in range(200):
+    for draw in range(120):
         found = attack(default_model, factors, task, circuit, n=19, seed=100 * draw, max_prompts=1, dense=dense)
         p.append(unbound(found, generator))
     assert kstest(p, "uniform").pvalue > 0.01
-    assert sum(each <= 0.05 for each in p) <= 22  # .05 of 200, give or take 2 * 3.1, twice
+    assert sum(each <= 0.05 for each in p) <= 15  # .05 of 120, give or take 2 * 2.4, twice

@@ -87,9 +87,6 @@ def test_a_source_that_says_its_edges_alone():
     assert bits.tolist() == pytest.approx([math.log2(10) + 32, 80.0, 0.0])
 
 
-# ---------------------------------------------------------------------------------------------- circuits
-
-
 def test_a_circuit_has_the_bits_of_its_units_and_of_which_they_are(model, tmp_path):
     factors = swd_zero_data(model, [SITE, "blocks.0.mlp_out"])
     scores = swd.attribute(model, factors, random_split(8))
@@ -105,14 +102,7 @@ def test_a_circuit_has_the_bits_of_its_units_and_of_which_they_are(model, tmp_pa
     other = swd.Circuit.of(factors, scores, [f"{SITE}/3"])
     assert (circuit & other).n_bits == other.n_bits and (circuit - other).n_units == 1
     assert (circuit - circuit).n_bits == 0.0
-
-
-def test_without_bits_a_circuit_says_nothing_of_them(model, tmp_path):
-    factors = swd_zero_data(model, SITE)
-    scores = swd.attribute(model, factors, random_split(8))
-    circuit = swd.Circuit.of(factors, scores, [f"{SITE}/3"])
-    silent = swd.Circuit(circuit.units, scores, circuit.edges, {"kind": "own"})
-    assert silent.n_bits is None and "bits" not in silent.table()
-    silent.save(tmp_path / "c.safetensors")
-    assert swd.Circuit.load(tmp_path / "c.safetensors").n_bits is None
+    silent = swd.Circuit(circuit.units, scores, circuit.edges, {"kind": "own"})  # without bits it says nothing of them
+    silent.save(tmp_path / "s.safetensors")
+    assert swd.Circuit.load(tmp_path / "s.safetensors").n_bits is None and "bits" not in silent.table()
     assert (silent | circuit).n_bits == circuit.n_bits

@@ -46,17 +46,17 @@ def test_p_is_uniform_for_random_circuits_of_the_embedded_model(match, n_units, 
     factors = swd.baselines.neurons(model, SITE)
     task = swd.load_task("gendered_pronoun", model, n_train=200, n_validation=20, n_test=24)
     scores = swd.attribute(model, factors, task)
-    circuits = random_circuits(factors, scores, n_units, 200, best)
+    circuits = random_circuits(factors, scores, n_units, 120, best)
     found = uniformity(p_values(model, factors, task.test, circuits, match))
     assert min(found["KS recovered"], found["KS drop"]) > 0.005, found
-    assert max(found["recovered <= .05"], found["drop <= .05"]) < 0.11, found  # .05 give or take 2 * .015, twice
+    assert max(found["recovered <= .05"], found["drop <= .05"]) < 0.13, found  # .05 give or take 2 * .02, twice
 
 
 @pytest.mark.slow
 def test_refined_circuits_reach_their_threshold_on_test_prompts():
-    """Ten of the fifty seeds of tests/benchmarks/calibration.py, where 46 to 50 of 50 do."""
+    """Six of the fifty seeds of tests/benchmarks/calibration.py, where 46 to 50 of 50 do."""
     model = load_default_model()
     factors = swd.baselines.neurons(model, SITE)
-    found = list(refinements(model, factors, "gendered_pronoun", range(10), (200, 100, 100)))
-    assert sum(row["refined test"] >= 0.9 for row in found) >= 8
+    found = list(refinements(model, factors, "gendered_pronoun", range(6), (200, 100, 100)))
+    assert sum(row["refined test"] >= 0.9 for row in found) >= 5
     assert all(row["refined"] <= row["prefix"] for row in found)

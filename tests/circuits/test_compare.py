@@ -1,6 +1,5 @@
 """compare: one road for every method, CE that is matched or said not to be, roles, hosts of their own; what is refused."""
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -18,26 +17,18 @@ SITE = "blocks.1.mlp_out"
 
 
 @pytest.fixture(scope="module")
-def factors(every):
-    return every
-
-
-@pytest.fixture(scope="module")
 def tokens():
     return random_tokens(9, 8)
 
 
 @pytest.fixture(scope="module")
-def both(model, factors):
+def both(model, every):
     """Two methods on two tasks."""
-    return compare(model, {"SWD": factors, "SVD": baselines.svd(model, "all")}, [TOY, OTHER], evaluation=FEW)
+    return compare(model, {"SWD": every, "SVD": baselines.svd(model, "all")}, [TOY, OTHER], evaluation=FEW)
 
 
-# ---------------------------------------------------------------------------------------------- the road
-
-
-def test_compare_runs_every_method_through_the_same_code(model, factors, both):
-    one = {SITE: factors[SITE]}
+def test_compare_runs_every_method_through_the_same_code(model, every, both):
+    one = {SITE: every[SITE]}
     alone = compare(model, {"SWD": one}, TOY)  # of one task, with the usual grid
     assert alone.table()["method"].tolist() == ["SWD"] and both.table()["method"].tolist() == ["SWD", "SVD"] * 2
     curve = evaluate(model, one, TOY, attribute(model, one, TOY))
@@ -46,32 +37,13 @@ def test_compare_runs_every_method_through_the_same_code(model, factors, both):
     assert alone["toy"].table()["margin"].tolist() == alone.table()["margin"].tolist()
 
 
-def test_several_tasks_are_kept_by_name(model, factors, both):
+def test_several_tasks_are_kept_by_name(model, every, both):
     assert list(both) == ["toy", "other"] and len(both) == 2
-    alone = compare(model, {"SWD": factors}, OTHER, evaluation=FEW)["other"].curves["SWD"]
+    alone = compare(model, {"SWD": every}, OTHER, evaluation=FEW)["other"].curves["SWD"]
     assert both["other"].curves["SWD"].rows.equals(alone.rows)
     frame = both.without(["SVD"]).prefixes()
     assert frame.groupby("task", sort=False).size().tolist() == [len(c.curves["SWD"].rows) for c in both.values()]
     assert list(frame.columns[:5]) == ["task", "method", "seed", "units", "edges"] and frame["seed"].isna().all()
-
-
-def test_an_encode_decode_pair_takes_the_road_of_the_factors_it_computes(model, factors):
-    """z = h @ read and y = z @ write + bias by functions: the numbers of the same factors, but for edges and bits."""
-    f, bias = factors[SITE], model.blocks[1].mlp.b_out.detach()
-
-    class Pair:
-        def encode(self, h):
-            return h @ f.read
-
-        def decode(self, z):
-            return z @ f.write + bias
-
-    comparison = compare(model, {"factors": {SITE: f}, "pair": {SITE: Pair()}}, TOY, evaluation=FEW)
-    rows = {name: curve.rows.drop(columns=["edges", "bits"]) for name, curve in comparison["toy"].curves.items()}
-    np.testing.assert_allclose(rows["pair"].to_numpy(), rows["factors"].to_numpy(), rtol=1e-5, atol=1e-5)
-    text = torch.stack([prompt[-1:].repeat(4) for prompt in TOY.test.tokens])
-    one, other = (fidelity(model, {SITE: units}, text) for units in (f, Pair()))
-    assert one.kl == pytest.approx(other.kl, rel=1e-4) and one.relmse[SITE] == pytest.approx(other.relmse[SITE], rel=1e-4)
 
 
 def test_random_b_seeds_are_those_of_random_b(model):
@@ -87,18 +59,17 @@ def test_random_b_seeds_are_those_of_random_b(model):
         baselines.random_b_seeds(model, "blocks.9.mlp_out")
 
 
-def test_options_reach_attribution_and_evaluation(model, factors):
+def test_options_reach_attribution_and_evaluation(model, every):
     comparison = compare(
-        model, {"SWD": factors}, TOY, attribution={"batch_size": 5}, evaluation={"grid": [0, 3]}, positions="all", ablation="zero"
+        model, {"SWD": every}, TOY, attribution={"batch_size": 5}, evaluation={"grid": [0, 3]}, positions="all", ablation="zero"
     )
     curve = comparison["toy"].curves["SWD"]
-    assert curve.rows["units"].tolist() == [0, 3, factors.n_units]
+    assert curve.rows["units"].tolist() == [0, 3, every.n_units]
     assert (curve.settings["positions"], curve.settings["ablation"]) == ("all", "zero")
 
 
-@pytest.mark.parametrize(
-    ("methods", "tasks", "how", "message"),
-    [
+def test_what_it_refuses_before_any_work(model):
+    for methods, tasks, how, message in (
         ([], [TOY], {}, "nothing to compare"),
         (["SWD"], [], {}, "no task to compare on"),
         (["SWD"], [TOY, TOY], {}, "two tasks are called 'toy'"),
@@ -110,22 +81,21 @@ def test_options_reach_attribution_and_evaluation(model, factors):
         (["SWD"], [TOY], {"hosts": {"SWD": None}}, "hosts= names SWD"),
         (["SWD"], [TOY], {"evaluation": {"ablaton": "zero"}}, "evaluation= has no option 'ablaton'; evaluate takes grid"),
         (["SWD"], [TOY], {"attribution": {"model": 0}}, "attribution= has no option 'model'; attribute takes score"),
-    ],
-)
-def test_what_it_refuses_before_any_work(model, methods, tasks, how, message):
-    def never():
-        raise AssertionError("made before the check")
+    ):
 
-    with pytest.raises((ValueError, TypeError), match=message):
-        compare(model, dict.fromkeys(methods, never), tasks, **how)
+        def never():
+            raise AssertionError("made before the check")
+
+        with pytest.raises((ValueError, TypeError), match=message):
+            compare(model, dict.fromkeys(methods, never), tasks, **how)
 
 
-def test_names_and_kinds_of_methods_and_tasks(factors):
+def test_names_and_kinds_of_methods_and_tasks(every):
     # Of the parts of compare, since beartype, in tests alone, lets nothing of another kind reach compare.
     for check, given, message in (
         (sources_of, {"Random-B": []}, "'Random-B' has no seeds"),
-        (sources_of, {"R": [factors], "R/0": factors}, "two curves are called 'R/0'"),
-        (sources_of, [factors], r'methods must be a mapping \{"name": factors, \.\.\.\}, got a list'),
+        (sources_of, {"R": [every], "R/0": every}, "two curves are called 'R/0'"),
+        (sources_of, [every], r'methods must be a mapping \{"name": factors, \.\.\.\}, got a list'),
         (check_tasks, ["ioi"], r"every task must be a Task, got 'ioi'; make one with swd_lens\.load_task"),
         (check_tasks, "ioi", "must be a Task or a list of them, got 'ioi'"),
         (check_tasks, {"toy": TOY}, r"must be a Task or a list of them, got \{'toy'.*pass list\(tasks.values\(\)\)"),
@@ -134,47 +104,33 @@ def test_names_and_kinds_of_methods_and_tasks(factors):
             check(given)
 
 
-# ---------------------------------------------------------------------------------------------- matched CE
-
-
 @pytest.mark.slow
-def test_what_is_worse_in_ce_or_kl_is_named(model, factors, tokens):
+def test_what_is_worse_in_ce_or_kl_is_named(model, every, tokens):
     sites = "*.mlp_in"
-    factors = {site: factors[site] for site in (f"blocks.{layer}.mlp_in" for layer in range(2))}
+    every = {site: every[site] for site in (f"blocks.{layer}.mlp_in" for layer in range(2))}
     methods = {"SVD": baselines.svd(model, sites), "Random-B": baselines.random_b_seeds(model, sites, range(2))}
     few = {"grid": [4], "random_sets": 0}  # CE and KL are what is looked at here
     how = {"tokens": tokens, "evaluation": few, "tolerance": 0.0005}
-    comparison = compare(model, {**methods, "SWD": factors}, TOY, **how)
-    alone, exact = fidelity(model, factors, tokens), fidelity(model, methods["SVD"], tokens)
+    comparison = compare(model, {**methods, "SWD": every}, TOY, **how)
+    alone, exact = fidelity(model, every, tokens), fidelity(model, methods["SVD"], tokens)
     off, kl_off = alone.ce - exact.ce, alone.kl - exact.kl
     # Nearer to the text than the dense model, by chance, and yet another model: KL alone says it.
-    assert off < -0.001 and kl_off > 0.0005
-    assert comparison.reference == "SVD"
-    assert comparison.ce_difference("SWD") == pytest.approx(off, abs=1e-9)
-    assert comparison.kl_difference("SWD") == pytest.approx(kl_off, abs=1e-9)
-    assert [comparison.matched(method) for method in comparison.methods] == [True, True, False]
+    assert off < -0.001 and kl_off > 0.0005 and comparison.reference == "SVD"
+    assert (comparison.ce_difference("SWD"), comparison.kl_difference("SWD")) == pytest.approx((off, kl_off), abs=1e-9)
     assert [comparison.out_by(method) for method in comparison.methods] == [(), (), ("KL",)]
     se, kl_se = alone.difference_se(exact), alone.difference_se(exact, of="KL")
-    assert comparison.ce_difference_se("SWD") == pytest.approx(se, rel=1e-6) and se > 0
-    assert comparison.kl_difference_se("SWD") == pytest.approx(kl_se, rel=1e-6) and kl_se > 0
-    assert comparison.ce_difference_se("SVD") is comparison.kl_difference_se("SVD") is None  # the reference itself
+    assert (comparison.ce_difference_se("SWD"), comparison.kl_difference_se("SWD")) == pytest.approx((se, kl_se), rel=1e-6)
+    assert comparison.ce_difference_se("SVD") is comparison.kl_difference_se("SVD") is None and min(se, kl_se) > 0
     label = f"SWD (KL {kl_off:+.4f} ± {kl_se:.4f})"
-    assert comparison.label("SWD") == label and comparison.label("SVD") == "SVD"
     legend = [text.get_text() for text in comparison.plot().legends[0].get_texts()]
-    assert legend == ["SVD", "Random-B, mean ± sd of 2 seeds", label]
-    assert comparison.table()["matched"].tolist() == [True, True, False]
-    assert comparison.table()["out by"].tolist() == ["", "", "KL"]
+    assert legend == ["SVD", "Random-B, mean ± sd of 2 seeds", label] and label in comparison._repr_html_()
     table = comparison.fidelity()
-    assert table["method"].tolist() == ["SVD", "Random-B", "Random-B", "SWD"]
-    assert table["seed"].tolist() == [pd.NA, 0, 1, pd.NA]
-    assert table["CE"].iloc[-1] == alone.ce and table["KL"].iloc[-1] == alone.kl
-    assert table["CE delta"].iloc[-1] == alone.ce_delta
-    assert table["KL difference"].iloc[-1] == pytest.approx(kl_off, abs=1e-9)
-    for shown in (repr(comparison), comparison._repr_html_()):
-        assert label in shown
-    both = {"SVD": methods["SVD"], "SWD": factors}
+    assert table["method"].tolist() == ["SVD", "Random-B", "Random-B", "SWD"] and table["seed"].tolist() == [pd.NA, 0, 1, pd.NA]
+    last = table.iloc[-1]
+    assert (last["CE"], last["KL"], last["CE delta"]) == (alone.ce, alone.kl, alone.ce_delta)
+    assert last["KL difference"] == pytest.approx(kl_off, abs=1e-9)
+    both = {"SVD": methods["SVD"], "SWD": every}
     other = compare(model, both, TOY, reference="SWD", **how | {"tolerance": 1e9})
-    assert other.ce_difference("SVD") == pytest.approx(-off, abs=1e-9) and other.matched("SVD") is True
     assert other.matching() == (
         "Matched: no method's CE or KL is worse than that of SWD by more than 1e+09 nats; the worst CE is that of SVD, "
         f"CE {-off:+.4f} ± {se:.4f}, KL {-kl_off:+.4f} ± {kl_se:.4f}."
@@ -182,21 +138,17 @@ def test_what_is_worse_in_ce_or_kl_is_named(model, factors, tokens):
 
 
 def test_without_tokens_nothing_is_called_matched(both):
-    comparison = both
-    assert comparison.matched("SWD") is None and comparison.ce_difference("SVD") is None
-    assert comparison.table()["matched"].isna().all() and comparison.table()["out by"].isna().all()
-    assert comparison.fidelity()["CE"].isna().all()
-    assert comparison.matching() == "CE and KL were not matched: not measured for SWD, SVD (pass tokens=)."
-    assert comparison.matching() in repr(comparison)
-    assert comparison.plot()._suptitle.get_text().replace("\n", " ") == comparison.matching()
+    assert both.matched("SWD") is None and both.ce_difference("SVD") is None
+    assert both.table()[["matched", "out by"]].isna().all(axis=None) and both.fidelity()["CE"].isna().all()
+    assert both.matching() == "CE and KL were not matched: not measured for SWD, SVD (pass tokens=)." and both.matching() in repr(
+        both
+    )
+    assert both.plot()._suptitle.get_text().replace("\n", " ") == both.matching()
 
 
-# ---------------------------------------------------------------------------------------------- roles
-
-
-def test_roles_are_what_made_the_units_or_what_is_said(model, factors):
+def test_roles_are_what_made_the_units_or_what_is_said(model, every):
     methods = {
-        "SWD": {SITE: factors[SITE]},
+        "SWD": {SITE: every[SITE]},
         "SVD": baselines.svd(model, SITE),
         "Random-B": baselines.random_b_seeds(model, SITE, seeds=[0]),  # makers: nothing is made to know their role
         "paper": swd.factorize(model, SITE, sparsity=0.5, preset="paper", outer_iterations=4, calibration="zero-data"),
@@ -212,16 +164,13 @@ def test_roles_are_what_made_the_units_or_what_is_said(model, factors):
     assert compared.in_role("swd") == ["SWD"] and compared.in_role("control", "paper") == ["SVD", "Random-B"]
 
 
-# ---------------------------------------------------------------------------------------------- hosts
-
-
 @pytest.mark.slow
-def test_a_method_may_have_a_host_of_its_own(model, factors, tokens):
+def test_a_method_may_have_a_host_of_its_own(model, every, tokens):
     other = toy_model()
     with torch.no_grad():
         other.blocks[1].mlp.W_out.mul_(1.5)
     units = swd_zero_data(other, SITE)
-    own = {SITE: factors[SITE]}
+    own = {SITE: every[SITE]}
     how = {"tokens": tokens, "evaluation": FEW}
     both = compare(model, {"ours": own, "theirs": units}, [TOY, OTHER], hosts={"theirs": other}, **how)
     here = compare(model, {"ours": own}, [TOY, OTHER], **how)

@@ -76,7 +76,7 @@ def test_table_over_seeds_by_hand(worked):
     assert pd.isna(one["edges at necessity 0.5 sd"]) and one["seeds"] == 1
 
 
-def test_costs_at_a_drop_in_logits_by_hand(worked):
+def test_costs_at_a_drop_in_logits_and_at_a_sufficiency_by_hand(worked):
     one, many = worked.table(drop=1.0).to_dict("records")
     # Drop 1: "one" with its first prefix; seeds 1 and 2 with theirs, seed 0 with all units (40 edges, 4 units).
     assert (one["units at drop 1"], one["edges at drop 1"], one["reached drop 1"]) == (1, 5, 1)
@@ -92,9 +92,6 @@ def test_costs_at_a_drop_in_logits_by_hand(worked):
         assert not any("drop" in column or "sufficiency" in column for column in table())
         at_drop = [column for column in table(drop=1.0) if "drop 1" in column]
         assert list(table()) == [column for column in table(drop=1.0) if column not in at_drop] and len(at_drop) > 1
-
-
-def test_sufficiency_is_asked_for_by_name(worked):
     one, many = worked.table(sufficiency=0.5).to_dict("records")
     assert (one["edges at recovered 0.9"], one["edges at sufficiency 0.5"]) == (5, 5)
     assert many["edges at sufficiency 0.5"] == 20 and many["reached sufficiency 0.5"] == 3
@@ -123,12 +120,6 @@ def test_costs_are_chosen_on_validation_prompts():
     assert comparison.table().iloc[0]["edges at recovered 0.9"] == 30 == curve.cost_at()
 
 
-def test_a_threshold_that_none_reaches(worked):
-    many = worked.table(recovered=5.0).to_dict("records")[1]
-    assert pd.isna(many["edges at recovered 5"]) and pd.isna(many["edges at recovered 5 min"])
-    assert many["reached recovered 5"] == 0
-
-
 def test_columns_are_of_the_same_type_whatever_was_reached(worked):
     alone = Comparison({"toy": TaskComparison("toy", {"one": worked["toy"].curves["one"]}, {})}, reference="one")
     for table in (alone.table, alone["toy"].table, worked.table):
@@ -138,6 +129,8 @@ def test_columns_are_of_the_same_type_whatever_was_reached(worked):
     assert alone.table(recovered=5.0)[costs].dtype == "Int64" and alone["toy"].table()["margin"].dtype == "Float64"
     seeds = worked.table(recovered=5.0)
     assert (seeds[costs].dtype, seeds[f"{costs} min"].dtype) == ("Float64", "Int64")
+    many = seeds.iloc[1]
+    assert pd.isna(many[costs]) and pd.isna(many[f"{costs} min"]) and many["reached recovered 5"] == 0
 
 
 def test_comparisons_side_by_side_and_without_methods(worked):

@@ -7,9 +7,8 @@ from swd_lens import baselines
 from swd_lens.circuits import attribute, contributions
 from swd_lens.circuits.attribution import POSITIONS
 from swd_lens.hosts import find_sites
-from swd_lens.hosts.sites import hook_name
 from swd_lens.units import attach
-from tests.circuits.slow import margin_of, margin_with, rows_for
+from tests.circuits.slow import margin_with, rows_for
 from tests.micro import random_split, split_of, toy_model
 
 MLP = ["blocks.0.mlp_out", "blocks.1.mlp_out"]
@@ -21,7 +20,7 @@ SPLIT = random_split(5, seed=0)
 def test_integrated_gradients_of_a_site_add_up_to_what_the_site_gives(few, positions):
     """Completeness: sum over units = margin(z) - margin(site at mu), in float64; the midpoint error falls as 1 / steps^2."""
     model = toy_model(dtype=torch.float64)
-    split = split_of([[1, 5, 7, 2], [3, 9], [4, 4, 1, 0]], [[3], [8], [6]], [[4], [2], [1]], 20)
+    split = split_of([[1, 5, 7, 2], [3, 9]], [[3], [8]], [[4], [2]], 20)
     one = {steps: attribute(model, few, split, score="integrated_gradients", sign="signed", positions=positions,
                             steps=steps) for steps in (8, 32)}  # fmt: skip
     with attach(model, few):
@@ -37,28 +36,6 @@ def test_integrated_gradients_of_a_site_add_up_to_what_the_site_gives(few, posit
             error = {steps: abs(float(scores.scores[site].double().sum()) - given) for steps, scores in one.items()}
             assert error[32] < 8e-4 * max(1.0, abs(given))
             assert error[32] < max(0.1 * error[8], 2e-6)
-
-
-def test_first_order_scores_agree_with_finite_differences(model):
-    """Every single unit's z dg/dz, by central differences along its own z, in float64 and without autograd."""
-    model = toy_model(dtype=torch.float64)
-    factors, split = baselines.svd(model, "blocks.0.mlp_out"), split_of([[1, 5, 7, 2]], [[3]], [[4]], 20)
-    signed = attribute(model, factors, split, sign="signed", positions="all").scores["blocks.0.mlp_out"]
-    step = 1e-5
-    with attach(model, factors), torch.no_grad():
-        for unit in range(len(signed)):
-
-            def run(scale, unit=unit):
-                def hook_fn(z, hook):
-                    z = z.clone()
-                    z[..., unit] *= scale
-                    return z
-
-                logits = model.run_with_hooks(split.tokens[0][None], fwd_hooks=[(hook_name(MLP[0]), hook_fn)])
-                return float(margin_of(logits[0, -1], split, 0))
-
-            measured = (run(1 + step) - run(1 - step)) / (2 * step)
-            assert float(signed[unit]) == pytest.approx(measured, rel=1e-5, abs=1e-6)
 
 
 def test_direct_logit_of_a_coder_is_that_of_the_same_factors(model):

@@ -16,52 +16,42 @@ from tests.circuits.worked import ROWS, curve
 from tests.contract import swd_zero_data
 from tests.micro import identity_factors, micro_model, random_split, split_of, toy_model
 
-# ---------------------------------------------------------------------------------------------- cost_at
+COSTS = {  # of a threshold: edges and units
+    "recovered": [(0.9, 30, 4), (0.8, 14, 2), (0.0, 0, 0), (1.1, None, None)],
+    "sufficiency": [(0.05, 0, 0), (0.1, 0, 0), (0.11, 10, 1), (0.8, 14, 2), (0.95, 30, 4), (1.01, None, None)],
+    # Fractions of the drop of ablating every unit, 2: not of the largest drop, 3.
+    "necessity": [(0.5, 10, 1), (0.75, 14, 2), (1.0, 14, 3), (1.6, None, None), (0, 0, 0)],
+    # Drops in logits, of the same column; what is more than the whole set's 2 is a drop, too.
+    "drop": [(0, 0, 0), (1.0, 10, 1), (1.6, 14, 3), (3, 14, 3), (3.1, None, None)],
+}
 
 
-@pytest.mark.parametrize(
-    ("how", "edges", "units"),
-    [
-        ({}, 30, 4),  # 0.9 recovered
-        ({"recovered": 0.8}, 14, 2),
-        ({"recovered": 0.0}, 0, 0),
-        ({"recovered": 1.1}, None, None),
-        ({"sufficiency": 0.05}, 0, 0),
-        ({"sufficiency": 0.1}, 0, 0),
-        ({"sufficiency": 0.11}, 10, 1),
-        ({"sufficiency": 0.8}, 14, 2),
-        ({"sufficiency": 0.95}, 30, 4),
-        ({"sufficiency": 1.01}, None, None),
-        # Fractions of the drop of ablating every unit, 2: not of the largest drop, 3.
-        ({"necessity": 0.5}, 10, 1),
-        ({"necessity": 0.75}, 14, 2),
-        ({"necessity": 1.0}, 14, 3),
-        ({"necessity": 1.6}, None, None),
-        ({"necessity": 0}, 0, 0),
-        # Drops in logits, of the same column; what is more than the whole set's 2 is a drop, too.
-        ({"drop": 0}, 0, 0),
-        ({"drop": 1.0}, 10, 1),
-        ({"drop": 1.6}, 14, 3),
-        ({"drop": 3}, 14, 3),
-        ({"drop": 3.1}, None, None),
-    ],
-)
-def test_cost_at(how, edges, units):
-    assert curve().cost_at(**how) == edges
-    assert curve().cost_at(**how, cost="units") == units
-    if units is None:
-        with pytest.raises(
-            ValueError, match=r"no prefix of 't' reaches [13]\.\d+ on the test .*; the highest [a-z ]+ is [13]\.000"
-        ):
-            curve().circuit_at(**how)
-    else:
-        assert curve().circuit_at(**how, cost="units").n_units == units
+@pytest.mark.parametrize("of", COSTS)
+def test_cost_at(of):
+    assert curve().cost_at() == curve().cost_at(recovered=0.9)
+    for level, edges, units in COSTS[of]:
+        how = {of: level}
+        assert (curve().cost_at(**how), curve().cost_at(**how, cost="units")) == (edges, units), how
+        if units is None:
+            told = r"no prefix of 't' reaches [13]\.\d+ on the test .*; the highest [a-z ]+ is [13]\.000"
+            with pytest.raises(ValueError, match=told):
+                curve().circuit_at(**how)
+        else:
+            assert curve().circuit_at(**how, cost="units").n_units == units
 
 
-def test_no_fraction_of_a_drop_that_is_not_there():
+def test_min_cost_and_a_drop_that_is_not_there():
     helps = ROWS.assign(**{"drop": [0.0, 1.0, 1.0, 1.0, -0.5]})
     assert curve(helps).cost_at(necessity=0.5) is None
     assert curve(helps).cost_at(drop=0.5) == 10  # in logits there is one
+    # From above: 1.0 costs 30, 0.9 costs 14 (2 units), 0.8 costs 14 too, so it adds nothing; 0.5 costs 10; 0.1 nothing.
+    table = curve().min_cost("sufficiency")
+    assert table.values.tolist() == [[0.1, 0], [0.5, 10], [0.9, 14], [1.0, 30]]
+    # Drops: 3 costs 3 units, less than 2 does (4); 1.5 costs 2, 1 costs 1, 0 nothing.
+    table = curve().min_cost("drop", "units")
+    assert table.values.tolist() == [[0.0, 0], [1.0, 1], [1.5, 2], [3.0, 3]]
+    for value, cost in curve().min_cost().values.tolist():
+        assert curve().cost_at(recovered=value) == cost
 
 
 def test_what_is_chosen_on_validation_prompts_is_measured_on_test_prompts():
@@ -114,17 +104,6 @@ def test_circuit_at_is_the_prefix_that_cost_at_prices():
         curve().circuit(5)
 
 
-def test_min_cost():
-    # From above: 1.0 costs 30, 0.9 costs 14 (2 units), 0.8 costs 14 too, so it adds nothing; 0.5 costs 10; 0.1 nothing.
-    table = curve().min_cost("sufficiency")
-    assert table.values.tolist() == [[0.1, 0], [0.5, 10], [0.9, 14], [1.0, 30]]
-    # Drops: 3 costs 3 units, less than 2 does (4); 1.5 costs 2, 1 costs 1, 0 nothing.
-    table = curve().min_cost("drop", "units")
-    assert table.values.tolist() == [[0.0, 0], [1.0, 1], [1.5, 2], [3.0, 3]]
-    for value, cost in curve().min_cost().values.tolist():
-        assert curve().cost_at(recovered=value) == cost
-
-
 def test_cost_interval_inverts_a_t_test_at_every_cost():
     """Against a loop: costs on a fine grid, prompts' margins mixed in log(1 + cost), scipy's own t test."""
     generator = torch.Generator().manual_seed(0)
@@ -153,25 +132,19 @@ def test_cost_interval_inverts_a_t_test_at_every_cost():
 
 def test_what_is_refused():
     for call in (curve().cost_at, curve().circuit_at, curve().cost_interval):
-        with pytest.raises(ValueError, match="give one threshold"):
-            call(sufficiency=0.5, necessity=0.5)
         with pytest.raises(ValueError, match=r"give one threshold: .* or drop=1\.0"):
             call(necessity=0.5, drop=1.0)
         with pytest.raises(ValueError, match="cost must be one of"):
             call(sufficiency=0.5, cost="tokens")
-    with pytest.raises(ValueError, match="carries no margins"):
-        curve().cost_interval(sufficiency=0.5)
-    with pytest.raises(ValueError, match="measured on a single prompt"):
-        curve(margins={"full": torch.ones(1)}).cost_interval()
-    with pytest.raises(ValueError, match=r"level must be in \(0, 1\), got 95"):
-        curve().cost_interval(level=95)
+    for of_curve, how, message in (
+        (curve(), {"sufficiency": 0.5}, "carries no margins"),
+        (curve(margins={"full": torch.ones(1)}), {}, "measured on a single prompt"),
+        (curve(), {"level": 95}, r"level must be in \(0, 1\), got 95"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            of_curve.cost_interval(**how)
     with pytest.raises(ValueError, match="carries no scores"):
         curve(scores=None).circuit_at(sufficiency=0.5)
-    with pytest.raises(ValueError, match="of must be one of"):
-        curve().min_cost("accuracy")
-
-
-# ---------------------------------------------------------------------------------------------- the benchmark's areas
 
 
 def test_cpr_and_cmd_by_hand():
@@ -197,27 +170,21 @@ def test_areas_need_their_grid_and_a_full_circuit_that_differs_from_the_empty_on
     assert all(np.isnan(value) for value in flat.mib().values())
 
 
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("cost", ["units", "edges"])
-def test_areas_of_a_curve_are_those_of_all_prefixes(cost):
+def test_areas_of_a_curve_are_those_of_all_prefixes():
     """On the grid of evaluate(grid="mib") as with every single prefix evaluated: none that is larger fits a fraction."""
     model = toy_model()
     factors = swd_zero_data(model, "all")
     scores = attribute(model, factors, random_split())
-    split = carried_by(model, factors, scores, random_split(24, seed=6, name="test"))
+    split = carried_by(model, factors, scores, random_split(8, seed=6, name="test"))
     found = evaluate(model, factors, split, scores, grid="mib")
     every = evaluate(model, factors, split, scores, grid=range(scores.n_units + 1)).rows
     empty, full = every["q keep"].iloc[0], every["q keep"].iloc[-1]
-    f = []
-    for fraction in MIB_FRACTIONS:
-        fits = every[every[cost] <= fraction * every[cost].iloc[-1]]
-        f.append((fits["q keep"].iloc[-1] - empty) / (full - empty))
-    f, x = np.array(f), np.array(MIB_FRACTIONS)
-    expected = {"CPR": float(np.trapezoid(f, x)), "CMD": float(np.trapezoid(np.abs(1 - f), x))}
-    assert found.mib(cost) == pytest.approx(expected, rel=1e-3, abs=1e-4)
-
-
-# ---------------------------------------------------------------------------------------------- shown and kept
+    for cost in ("units", "edges"):
+        fits = [every[every[cost] <= fraction * every[cost].iloc[-1]] for fraction in MIB_FRACTIONS]
+        f, x = np.array([(rows["q keep"].iloc[-1] - empty) / (full - empty) for rows in fits]), np.array(MIB_FRACTIONS)
+        assert {int(rows["units"].iloc[-1]) for rows in fits} <= set(found.rows["units"])
+        expected = {"CPR": float(np.trapezoid(f, x)), "CMD": float(np.trapezoid(np.abs(1 - f), x))}
+        assert found.mib(cost) == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 def test_tables_are_copies_and_settings_record_every_choice():

@@ -2,7 +2,6 @@
 
 import warnings
 
-import numpy as np
 import pytest
 import torch
 
@@ -84,9 +83,6 @@ def test_what_interventions_share_is_left_as_it_was(model, every):
         first = runner.logits(shared, masks, values)
         runner.logits(shared, {site: ~mask for site, mask in masks.items()}, values)
         assert torch.equal(runner.logits(shared, masks, values), first)
-
-
-# ---------------------------------------------------------------------------------------------- which shortcuts
 
 
 @pytest.mark.parametrize(
@@ -187,20 +183,6 @@ def test_a_joined_prefix_that_lies_is_not_used(model, every, monkeypatch):
     with pytest.warns(UserWarning, match="joins"):
         again = evaluate(model, {site: every[site]}, SPLIT, scores, grid=[5])
     assert again.rows["q keep"].tolist() == pytest.approx(curve.rows["q keep"].tolist(), abs=1e-5)
-
-
-def test_a_host_that_keeps_no_prefix_gives_the_same_scores_and_curves(model, every, monkeypatch):
-    kept = attribute(model, every, TRAIN)
-    curve = evaluate(model, every, SPLIT, kept, kl=True, grid=[0, 9])
-    monkeypatch.setattr(type(host_of(model)), "freeze_prefix", lambda self, tokens, begun=None: None)
-    whole = attribute(model, every, TRAIN)
-    assert whole.settings == kept.settings
-    for site in every:
-        torch.testing.assert_close(whole.scores[site], kept.scores[site], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(whole.means[site], kept.means[site], rtol=1e-5, atol=1e-6)
-    # The same scores again, so that both judge the same prefixes.
-    again = evaluate(model, every, SPLIT, kept, kl=True, grid=[0, 9])
-    np.testing.assert_allclose(again.rows.to_numpy(), curve.rows.to_numpy(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("positions", "name"), [("scoring", "freeze_prefix"), ("all", "residual")])

@@ -81,14 +81,11 @@ def test_measures_of_two_circuits_by_hand():
     assert not Carried(1.0, 0.6, 7.0).enough and not Carried(0.3, 0.0, 7.0).enough and Carried(1.0, math.nan, 7.0).enough
 
 
-def test_margins_of_contents_have_the_mean_of_the_prompts():
+def test_margins_of_contents_and_sites_in_a_sentence():
     values = torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]])
     # Prompts 0 and 2 are about one name: their deviations from the mean of 3 add up, times 2 contents of 3 prompts.
     assert by_content(values, ["a", "b", "a"]).tolist() == [pytest.approx([3 + 2 / 3, 3 - 2 / 3]), pytest.approx([5 / 3, 1 / 3])]
     assert by_content(values, ["a", "b", "c"]) is values
-
-
-def test_sites_in_a_sentence():
     assert surface_name(["blocks.0.mlp_out"]) == "blocks.0.mlp_out" and surface_name([]) == "the surface"
     assert surface_name(["a", "b", "c"]) == "the surface of a and 2 more"
     assert [part_of(sites) for sites in (["blocks.0.attn_o"], ["blocks.0.mlp_out"], ["blocks.0.attn_o", "blocks.0.mlp_out"])] == [

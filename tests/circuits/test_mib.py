@@ -12,7 +12,8 @@ import torch
 import swd_lens as swd
 from swd_lens.base.errors import TaskError, UnsupportedHostError
 from swd_lens.circuits.curve import MIB_FRACTIONS
-from swd_lens.circuits.mib import MIBResult, node_scores
+from swd_lens.circuits.mib import node_scores
+from tests.circuits.worked import kept
 from tests.contract import swd_zero_data
 from tests.micro import toy_model
 
@@ -20,7 +21,7 @@ from tests.micro import toy_model
 @pytest.fixture(scope="module")
 def embedded():
     model = swd.load_default_model()
-    task = swd.load_task("gendered_pronoun", model, n_train=20, n_validation=8, n_test=16)
+    task = swd.load_task("gendered_pronoun", model, n_train=16, n_validation=4, n_test=8)
     sites = ["blocks.2.attn_o", "blocks.3.mlp_out"]
     factors = swd.factorize(
         model, sites, sparsity=0.5, tokens=swd.text_tokens(1_024), preset="quick", outer_iterations=4, progress=False
@@ -37,11 +38,8 @@ def test_areas_are_those_of_plain_runs(embedded):
     by_magnitude = sorted(ranking, key=lambda unit: -abs(float(scores.scores[unit[0]][unit[1]])))
     empty = swd.evaluate(model, factors, task.test, scores, grid=[0], ablation="resample", random_sets=0)
     for name, order in (("f signed", ranking), ("f absolute", by_magnitude)):
-        named = {
-            str(part): swd.Circuit.of(factors, scores, order[: int(part * len(order))])
-            for part in MIB_FRACTIONS
-            if int(part * len(order))
-        }
+        lengths = {str(part): int(part * len(order)) for part in MIB_FRACTIONS}
+        named = {part: swd.Circuit.of(factors, scores, order[:n]) for part, n in lengths.items() if n}
         rows = swd.evaluate_circuits(model, factors, task.test, named, ablation="resample").set_index("circuit")
         q = [float(rows.loc[str(part), "q keep"]) if str(part) in named else empty.q_empty for part in MIB_FRACTIONS]
         f[name] = [(value - empty.q_empty) / (empty.q_dense - empty.q_empty) for value in q]
@@ -49,25 +47,18 @@ def test_areas_are_those_of_plain_runs(embedded):
     assert found.cpr == pytest.approx(float(np.trapezoid(f["f signed"], MIB_FRACTIONS)), abs=2e-4)
     assert found.cmd == pytest.approx(float(np.trapezoid(np.abs(1 - np.array(f["f absolute"])), MIB_FRACTIONS)), abs=2e-4)
     # The replacement's own loss counts: all units recover what it keeps of the dense margin.
-    assert found.rows["f signed"].iloc[-1] == pytest.approx(
-        (empty.q_full - empty.q_empty) / (empty.q_dense - empty.q_empty), abs=2e-4
-    )
-    assert (
-        found.settings["sign"] == "signed" and found.settings["ablation"] == "resample" and found.settings["positions"] == "all"
-    )
+    share = (empty.q_full - empty.q_empty) / (empty.q_dense - empty.q_empty)
+    assert found.rows["f signed"].iloc[-1] == pytest.approx(share, abs=2e-4)
+    assert {"sign": "signed", "ablation": "resample", "positions": "all"}.items() <= found.settings.items()
 
 
 def test_better_than_random_rankings_and_shown(embedded, tmp_path):
     *_, found = embedded
     assert found.cpr > found.random["CPR"].max() and found.cmd < found.random["CMD"].min()
-    table = found.table().set_index("area")
-    assert (
-        table.loc["CPR", "random best"] == found.random["CPR"].max()
-        and table.loc["CMD", "random best"] == found.random["CMD"].min()
-    )
-    assert f"CPR {found.cpr:.3f}" in found.in_words() and "CPR" in found._repr_html_()
-    found.save(tmp_path / "mib.json")
-    again = MIBResult.load(tmp_path / "mib.json")
+    best = found.table().set_index("area")["random best"]
+    assert (best["CPR"], best["CMD"]) == (found.random["CPR"].max(), found.random["CMD"].min())
+    assert f"CPR {found.cpr:.3f}" in found.in_words()
+    again = kept(found, tmp_path)
     assert again.nodes == pytest.approx(found.nodes) and again.in_words() == found.in_words()
     pd.testing.assert_frame_equal(again.rows, found.rows)
 

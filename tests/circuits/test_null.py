@@ -29,13 +29,8 @@ TEST = split_of([[2]], [[1]], [[0]], d_vocab=3, name="test")
 
 @pytest.fixture
 def micro():
-    model = micro_model()
-    return (
-        model,
-        identity_factors(),
-        Task("by hand", TRAIN, TEST, TEST, "by hand", False),
-        attribute(model, identity_factors(), TRAIN),
-    )
+    model, factors = micro_model(), identity_factors()
+    return model, factors, Task("by hand", TRAIN, TEST, TEST, "by hand", False), attribute(model, factors, TRAIN)
 
 
 def test_random_circuits_of_all_units_by_hand(micro):
@@ -60,11 +55,11 @@ def test_random_circuits_of_all_units_by_hand(micro):
 def test_a_circuit_of_all_units_has_no_others(micro):
     model, factors, split, scores = micro
     for units, others in (([], False), ([(SITE, 1)], True), (scores.ranking(), False)):
-        circuit = Circuit.of(UnitSet.of(model, factors), scores, units)
-        assert has_others(circuit) == others
-        if not others:
-            with pytest.raises(ValueError, match="can be drawn"):
-                swd.circuit_null(model, factors, split, scores, circuit=circuit)
+        assert has_others(Circuit.of(UnitSet.of(model, factors), scores, units)) == others
+    # Unit 1 writes nothing: unit 0 is the only one that could be drawn, and it is the circuit.
+    factors = {SITE: Factors(torch.tensor([[1.0, 1.0], [1.0, 0.0]]), torch.tensor([[0.0, 2.0], [0.0, 0.0]]))}
+    with pytest.raises(ValueError, match="the circuit has all 1 units that read and write"):
+        swd.circuit_null(model, factors, split, attribute(model, factors, TRAIN), circuit=1, n=5)
 
 
 def test_random_circuits_of_the_same_scores_by_hand(micro):
@@ -107,9 +102,6 @@ def test_what_is_refused(micro):
         swd.circuit_null(model, factors, task, scores, circuit=Circuit.of(factors, others, [f"{SITE}/0"]))
 
 
-# ---------------------------------------------------------------------------------------------- draws
-
-
 def circuit_of(scores: list[float], edges: list[int], members: list[int]) -> Circuit:
     of_units = swd.types.UnitScores({"a": torch.tensor(scores)}, {"a": torch.zeros(len(scores))}, {})
     return Circuit(tuple(("a", i) for i in members), of_units, {"a": torch.tensor(edges)})
@@ -143,15 +135,9 @@ def test_every_member_is_replaced_by_a_unit_of_its_stratum():
             counts[unit] += 1
     assert counts[6] == counts[4] == 0
     assert all(60 < counts[unit] < 140 for unit in (0, 1, 2, 3, 5, 7, 8, 9))  # 100 each, give or take 9
-
-
-def test_of_several_draws_the_nearest_in_edges_is_taken():
-    pool = _Pool.of(circuit_of([8.0, 7.0, 6.0, 5.0], [3, 5, 40, 4], [0]), "score")
-    generator = torch.Generator().manual_seed(0)
+    # Of several draws the nearest in edges is taken.
+    pool, generator = _Pool.of(circuit_of([8.0, 7.0, 6.0, 5.0], [3, 5, 40, 4], [0]), "score"), torch.Generator().manual_seed(0)
     assert {unit for _ in range(40) for _, unit in pool.draw(generator)} == {0}
-
-
-# ---------------------------------------------------------------------------------------------- on a toy
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +152,7 @@ def toy():
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("match", ["edges", "score"])
-@pytest.mark.parametrize("ablation", ["mean", "zero"])
+@pytest.mark.parametrize(("match", "ablation"), [("edges", "mean"), ("score", "zero")])
 def test_every_row_is_what_its_circuit_gives_alone(toy, match, ablation):
     model, factors, task, scores = toy
     null = swd.circuit_null(model, factors, task, scores, circuit=6, n=5, match=match, ablation=ablation, seed=3)
@@ -184,12 +169,9 @@ def test_every_row_is_what_its_circuit_gives_alone(toy, match, ablation):
         assert null.rows["drop"][i] == pytest.approx(alone["drop"], abs=1e-5)
     for p, of in ((null.recovered_p, "q keep"), (null.drop_p, "drop")):
         assert p == (1 + sum(null.rows[of][1:] >= null.rows[of][0])) / 6
-
-
-def test_a_seed_is_a_draw(toy):
-    one, again, other = (swd.circuit_null(*toy, circuit=6, n=3, seed=seed).circuits for seed in (0, 0, 1))
-    assert [c.units for c in one] == [c.units for c in again] and one[1].units != other[1].units
-    assert one[1].units != one[2].units
+    how = {"circuit": 6, "n": 3, "match": match, "ablation": ablation}
+    again, other = (swd.circuit_null(*toy, **how, seed=seed).circuits for seed in (3, 1))  # a seed is a draw
+    assert [c.units for c in again] == [c.units for c in null.circuits[:4]] and again[1].units != other[1].units
 
 
 def test_what_comes_before_the_first_replaced_layer_is_run_once(toy):
@@ -213,11 +195,3 @@ def test_it_goes_to_json_and_has_a_card(micro):
     assert again.recovered_p == null.recovered_p and again.settings == null.settings and again.circuits == ()
     assert "1 units with 3 edges beside 4 random circuits, match='score'; p of recovered" in repr(null)
     assert "3 to 3 edges" in null._repr_html_() and len(null.plot().axes) == 2
-
-
-def test_edges_of_units_without_a_side_are_not_drawn(micro):
-    model, _, task, _ = micro
-    # Unit 1 writes nothing: unit 0 is the only one that could be drawn, and it is the circuit.
-    factors = {SITE: Factors(torch.tensor([[1.0, 1.0], [1.0, 0.0]]), torch.tensor([[0.0, 2.0], [0.0, 0.0]]))}
-    with pytest.raises(ValueError, match="the circuit has all 1 units that read and write"):
-        swd.circuit_null(model, factors, task, attribute(model, factors, TRAIN), circuit=1, n=5)

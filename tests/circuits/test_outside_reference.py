@@ -130,9 +130,6 @@ def _of_rows(table: Any, measured: reference.Measured, defined: bool) -> dict[st
     return found
 
 
-# ---------------------------------------------------------------------------------------------- the embedded model
-
-
 @pytest.fixture(scope="module")
 def beside(default_model):
     """(task, sites) -> both sides' numbers, each made once."""
@@ -144,7 +141,7 @@ def beside(default_model):
 
     @cache
     def make(task: str, sites: tuple[str, ...]) -> Beside:
-        prompts = swd.load_task(task, default_model, n_train=24, n_test=24)
+        prompts = swd.load_task(task, default_model, n_train=16, n_validation=16, n_test=16)
         factors = swd.factorize(default_model, list(sites), sparsity=0.4, outer_iterations=4, progress=False)
         return Beside(default_model, prompts, factors, outside, bias)
 

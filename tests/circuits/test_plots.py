@@ -15,12 +15,12 @@ from tests.circuits.worked import FEW, OTHER, ROWS, TOY, by_hand, curve
 
 
 @pytest.fixture(scope="module")
-def both(model, every):
-    return compare(model, {"SWD": every, "SVD": baselines.svd(model, "all")}, [TOY, OTHER], evaluation=FEW)
+def both(model, few):
+    return compare(model, {"SWD": few, "SVD": baselines.svd(model, "*.mlp_out")}, [TOY, OTHER], evaluation=FEW)
 
 
-@pytest.mark.parametrize("cost", ["edges", "units"])
-def test_the_figure_shows_the_least_costs(both, cost):
+def test_the_figure_shows_the_least_costs(both):
+    cost = "units"
     figure = both.plot(cost)
     above, below = figure.axes[:2], figure.axes[2:4]
     assert [ax.get_title() for ax in above] == ["toy", "other"]
@@ -55,21 +55,15 @@ def test_odd_curves_are_drawn_too(worked):
         worked.plot("tokens")
 
 
-def test_plots_draw_every_point():
-    figure = curve().plot()
-    for ax, column in zip(figure.axes, ("recovered", "drop"), strict=True):
-        line = ax.lines[0]
-        assert line.get_xdata().tolist() == ROWS["edges"].tolist()
-        np.testing.assert_array_equal(line.get_ydata(), ROWS[column])
-
-
-def test_plots_shade_the_interval():
+def test_plots_draw_every_point_and_shade_the_interval():
     rows = ROWS.assign(**{"recovered low": ROWS["recovered"] - 0.1, "recovered high": ROWS["recovered"] + 0.2})
     above, below = replace(curve(), rows=rows).plot().axes
+    for ax, column in ((above, "recovered"), (below, "drop")):
+        assert ax.lines[0].get_xdata().tolist() == ROWS["edges"].tolist()
+        np.testing.assert_array_equal(ax.lines[0].get_ydata(), ROWS[column])
     (band,) = above.collections
-    heights = band.get_paths()[0].vertices[:, 1]
-    assert heights.min() == pytest.approx(ROWS["recovered"].min() - 0.1)
-    assert heights.max() == pytest.approx(ROWS["recovered"].max() + 0.2)
+    heights, recovered = band.get_paths()[0].vertices[:, 1], ROWS["recovered"]
+    assert (heights.min(), heights.max()) == pytest.approx((recovered.min() - 0.1, recovered.max() + 0.2))
     assert not below.collections  # it has no interval here
 
 

@@ -169,10 +169,8 @@ def test_test_prompts_choose_nothing_and_no_more_training_prompts_are_used_than_
 
 def test_what_is_refused(toy):
     model, factors, scores = toy
-    with pytest.raises(ValueError, match="cost must be one of"):
-        refine(model, factors, TASK, scores, cost="tokens")
-    with pytest.raises(ValueError, match="max_prompts must be a whole number of at least 1"):
-        refine(model, factors, TASK, scores, max_prompts=0)
+    with pytest.raises(ValueError, match=r"robust, the budget of the attack, must be a number from 0 to 1, got 1\.5"):
+        refine(model, factors, TASK, scores, robust=1.5)
     with pytest.raises(ValueError, match="no prefix can be expected to reach sufficiency 9 on further prompts: 8 prompts"):
         refine(model, factors, TASK, scores, sufficiency=9.0)
     with pytest.raises(ValueError, match="give one threshold"):
@@ -187,24 +185,18 @@ def test_what_is_refused(toy):
     assert not hasattr(model.blocks[0], "hook_mlp_out_unit")
 
 
-def test_a_task_that_only_the_test_prompts_fail_is_judged_as_undefined(toy, carried):
+def test_tasks_that_only_the_test_prompts_fail_and_empty_circuits(toy, carried):
     model, factors, scores = toy
     test = carried.test
     wrong = replace(test, answer_ids=test.distractor_ids, distractor_ids=test.answer_ids)
     with pytest.warns(UndefinedSufficiencyWarning):
         found = refine(model, factors, replace(carried, test=wrong), scores, recovered=0.5, rounds=0)
     assert found.test["recovered"].isna().all() and min(found.validation.values()) >= 0.5 - 1e-6
-
-
-def test_an_empty_circuit_is_not_refined(toy, carried):
     model, factors, scores = toy
     with warnings.catch_warnings():
         warnings.simplefilter("error", UndefinedSufficiencyWarning)
         found = refine(model, factors, carried, scores, recovered=-0.5, rounds=0)
     assert found.prefix.units == found.refined.units == ()
-
-
-# ---------------------------------------------------------------------------------------------- under attack
 
 
 def test_a_robust_circuit_by_hand():
@@ -236,11 +228,3 @@ def test_a_robust_circuit_holds_where_outside_units_are_restored(default_model):
     assert robust.validation["refined"] >= 0.9 - 1e-6 and attacked[1] >= attacked[0] - 0.01
     assert robust.table()["under attack (test)"].tolist() == robust.test["under attack"].tolist()
     assert robust.test["under attack"][1] == pytest.approx(attacked[1], abs=1e-6) and attacked[1] > 0.87
-
-
-def test_a_budget_is_a_share(default_model):
-    factors = swd.baselines.neurons(default_model, "blocks.3.mlp_out")
-    task = swd.load_task("gendered_pronoun", default_model, n_train=20, n_validation=10, n_test=10)
-    scores = attribute(default_model, factors, task)
-    with pytest.raises(ValueError, match=r"robust, the budget of the attack, must be a number from 0 to 1, got 1\.5"):
-        refine(default_model, factors, task, scores, robust=1.5)

@@ -15,9 +15,6 @@ def test_mean_of_least_costs_by_hand(worked):
     assert table["mean"].tolist() == pytest.approx(expected)
     assert table["reached"].tolist() == [3, 3, 3, 3, 2, 2, 1]
     assert table["sd"].iloc[4] == pytest.approx(200**0.5) and np.isnan(table["sd"].iloc[-1])
-
-
-def test_one_curve_alone_is_its_own_mean(worked):
     curve = worked["toy"].curves["one"]
     for of in ("recovered", "drop"):
         alone, least = mean_min_cost([curve], of, "units"), curve.min_cost(of, "units")

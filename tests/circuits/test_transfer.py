@@ -10,9 +10,10 @@ from scipy.stats import kstest
 import swd_lens as swd
 from swd_lens.circuits import Circuit, attribute, evaluate_circuits
 from swd_lens.circuits.measure import VALUES
-from swd_lens.circuits.transfer import DenseTransfer, dense_transfer, gaps
+from swd_lens.circuits.transfer import dense_transfer, gaps
 from swd_lens.units.factors import Factors
 from tests.circuits.slow import able_split, carried_by, margin_of
+from tests.circuits.worked import kept
 from tests.contract import EXACT, UNIT_SOURCES, swd_zero_data
 from tests.micro import W, micro_model, split_of, toy_model
 
@@ -32,7 +33,7 @@ def micro():
     return model, factors, attribute(model, factors, TRAIN)
 
 
-def test_both_ways_by_hand(micro):
+def test_both_ways_by_hand(micro, tmp_path):
     model, factors, scores = micro
     found = swd.dense_transfer(model, factors, TEST, Circuit.of(factors, scores, [f"{SITE}/0"]), n=9)
     row = found.prompts.iloc[0]
@@ -44,6 +45,7 @@ def test_both_ways_by_hand(micro):
     assert table["gap"].tolist() == pytest.approx([0, 0.85 - 5.5 / 7, 0]) and found.gap == pytest.approx(0)
     assert table["p"].tolist() == [1.0, 1.0, 1.0]  # one prompt: a flip changes the sign alone
     assert "recover 57% of by hand in the replacement and 57% in the dense model" in repr(found)
+    assert kept(found, tmp_path).settings == found.settings
 
 
 def test_a_task_that_is_not_carried_has_a_sentence(micro):
@@ -56,19 +58,8 @@ def test_a_task_that_is_not_carried_has_a_sentence(micro):
         swd.dense_transfer(model, factors, TEST, Circuit.of(factors, scores, [f"{SITE}/0"]), n=0)
 
 
-def test_it_is_saved_and_has_a_card(micro, tmp_path):
-    model, factors, scores = micro
-    found = swd.dense_transfer(model, factors, TEST, Circuit.of(factors, scores, [f"{SITE}/0"]), n=9)
-    found.save(tmp_path / "transfer.json")
-    again = DenseTransfer.load(tmp_path / "transfer.json")
-    pd.testing.assert_frame_equal(again.table(), found.table())
-    assert repr(again) == repr(found) and again.settings == found.settings
-    assert "error term" in found._repr_html_() and len(found.plot().axes[0].lines) == 2
-
-
 @pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("source", EXACT)
-@pytest.mark.parametrize("positions", ["scoring", "all"])
+@pytest.mark.parametrize(("source", "positions"), [(source, ("scoring", "all")[i % 2]) for i, source in enumerate(EXACT)])
 def test_with_exact_factors_it_is_recovered_itself(source, positions):
     model, split = toy_model(), able_split(9)
     factors = UNIT_SOURCES[source](model, "blocks.*.mlp_out")
@@ -85,9 +76,9 @@ def test_with_exact_factors_it_is_recovered_itself(source, positions):
     assert torch.allclose(torch.tensor(found.prompts["full (error kept)"]).float(), dense, atol=1e-4)
 
 
-@pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("positions", ["scoring", "all"])
-@pytest.mark.parametrize("sites", [("blocks.1.mlp_out",), ("blocks.0.mlp_out", "blocks.1.mlp_out")])
+@pytest.mark.parametrize(
+    ("positions", "sites"), [("all", ("blocks.1.mlp_out",)), ("scoring", ("blocks.0.mlp_out", "blocks.1.mlp_out"))]
+)
 def test_it_is_the_dense_host_less_what_is_ablated(positions, sites):
     """Plain hooks: of each outside unit (z - mean) B comes off the dense output, z read from the input of that very run."""
     model, split = toy_model(), able_split(7)
@@ -146,9 +137,6 @@ def test_the_host_is_left_as_it_was():
         assert torch.equal(model(split.tokens[0][None]), inside) and not torch.equal(inside, before)
     dense_transfer(model, factors, split, Circuit.of(factors, scores, scores.ranking()[:3]), n=3)
     assert torch.equal(model(split.tokens[0][None]), before)
-
-
-# ---------------------------------------------------------------------------------------------- its null
 
 
 def drawn(generator: torch.Generator, contents: int, per_content: int) -> pd.DataFrame:

@@ -51,3 +51,12 @@ def curve(rows=ROWS, settings=None, **more):
     about = {"units": {"s": 4}, **(settings or {})}
     how = {"carried_se": 0.5, "settings": about, "scores": SCORES, "edges": EDGES, **more}
     return CostCurve(rows=rows, task="t", q_dense=11.0, q_full=10.0, q_empty=1.0, accuracy_dense=1.0, accuracy_full=1.0, **how)
+
+
+def kept(found, folder):
+    """A result as its file gives it back: it shows the same."""
+    found.save(folder / "result.json")
+    again = type(found).load(folder / "result.json")
+    pd.testing.assert_frame_equal(again.table(), found.table())
+    assert repr(again) == repr(found) and "<table" in found._repr_html_() and found.plot().axes
+    return again

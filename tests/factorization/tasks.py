@@ -19,17 +19,17 @@ def misaligned(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def tasks_of_many_kinds() -> list[SolveTask]:
-    plain = task(0, 96, 40)
+    plain = task(0, 48, 24)
     variants = [
-        task(1, 96, 40, gram=False),
-        task(2, 40, 96, preset="best"),
-        task(3, 64, 64, preset="paper"),
-        task(4, 96, 40, gram=False, preset="paper", options={"outer_iterations": 4, "rounding": "exact"}),
-        task(5, 40, 96, preset="best", units="2x", sparsity=0.75),
+        task(1, 48, 24, gram=False),
+        task(2, 24, 48, preset="best"),
+        task(3, 40, 40, preset="paper"),
+        task(4, 48, 24, gram=False, preset="paper", options={"outer_iterations": 4, "rounding": "exact"}),
+        task(5, 24, 48, preset="best", units="2x", sparsity=0.75),
     ]
-    transposed = SolveTask("transposed", plain.weight.T.contiguous().T, plain.gram, preset="quick", tokens=192)
-    shifted = SolveTask("shifted", misaligned(plain.weight), misaligned(plain.gram), preset="quick", tokens=192)
-    short = SolveTask("bfloat16", plain.weight.bfloat16(), plain.gram.double(), preset="quick", tokens=192)
+    transposed = SolveTask("transposed", plain.weight.T.contiguous().T, plain.gram, preset="quick", tokens=96)
+    shifted = SolveTask("shifted", misaligned(plain.weight), misaligned(plain.gram), preset="quick", tokens=96)
+    short = SolveTask("bfloat16", plain.weight.bfloat16(), plain.gram.double(), preset="quick", tokens=96)
     return [plain, *variants, transposed, shifted, short]
 
 

@@ -5,7 +5,6 @@ import torch
 
 import swd_lens as swd
 from swd_lens.factorization.calibration_text import CalibrationText, shared_sites
-from swd_lens.factorization.stages import stages_of
 from swd_lens.hosts import find_sites
 from tests.factorization.test_factorize import QUICK, assert_same
 from tests.forwards import block_runs
@@ -33,6 +32,10 @@ def test_the_same_factors_and_fewer_runs(model, calibration):
         with block_runs(model) as count:
             swd.factorize(model, "all", **OPTIONS)  # zero-data: the probes
         assert runs[1][1] == count.rows
+        bounded = CalibrationText(TOKENS, model, n_bytes=8)  # beyond the bound Grams are not kept
+        for _ in range(2):
+            assert_same(alone, swd.factorize(model, "all", tokens=bounded, **how))
+        assert not bounded._kept
 
 
 def test_widths_and_presets_share_dtypes_and_batches_do_not(model):
@@ -58,7 +61,7 @@ def test_expected_sites_are_collected_in_one_pass(model):
         for site in ("blocks.1.mlp_out", "blocks.0.mlp_in", "blocks.0.attn_o"):
             made = swd.factorize(model, site, tokens=text, **OPTIONS)
             assert_same(made, swd.factorize(model, site, tokens=TOKENS, **OPTIONS))
-    assert count.rows == 12 + 3 * 12 + 6
+    assert count.rows == 12 + 3 * 12 + 6 and shared_sites([find_sites(model, "all")], "zero-data") == []
 
 
 def test_allocation_hands_its_grams_on(model):
@@ -80,19 +83,3 @@ def test_a_changed_host_is_another_host():
         model.blocks[0].mlp.W_out.mul_(1.5)
     changed = swd.factorize(model, "blocks.1.mlp_out", tokens=text, **OPTIONS)
     assert_same(changed, swd.factorize(model, "blocks.1.mlp_out", tokens=TOKENS, **OPTIONS))
-
-
-def test_grams_beyond_the_bound_are_not_kept(model):
-    text = CalibrationText(TOKENS, model, n_bytes=8)
-    made = [swd.factorize(model, "all", tokens=text, calibration="dense", **OPTIONS) for _ in range(2)]
-    assert not text._kept
-    assert_same(made[0], made[1])
-    assert_same(made[0], swd.factorize(model, "all", tokens=TOKENS, calibration="dense", **OPTIONS))
-
-
-def test_shared_sites_by_hand(model):
-    sites = find_sites(model, "all")
-    first = [site.name for site in shared_sites(stages_of(sites, "sequential"), "sequential")]
-    assert first == ["blocks.0.attn_qkv"]
-    assert shared_sites(stages_of(sites, "dense"), "dense") == sites
-    assert shared_sites(stages_of(sites, "zero-data"), "zero-data") == []

@@ -14,19 +14,16 @@ TOKENS = random_tokens(12, 9)
 DENSE = {**QUICK, "tokens": TOKENS, "calibration": "dense"}
 
 
-def test_shards_by_hand():
+def test_shards_by_hand_and_what_is_none():
     sites = [Site(layer, "mlp_out", 10, 10) for layer in range(5)]
     flops = {site.name: float(cost) for site, cost in zip(sites, (1, 5, 4, 2, 2), strict=True)}
     # Costliest first: 5 -> 1, 4 -> 2, 2 -> 2, 2 -> 1, 1 -> 2.
     shards = [[site.layer for site in Shard(number, 2).of(sites, flops)] for number in (1, 2)]
     assert shards == [[1, 4], [0, 2, 3]]
     assert str(Shard.parse("2/8")) == "2/8" and Shard.parse((2, 8)) == Shard(2, 8)
-
-
-@pytest.mark.parametrize("given", ["2", "0/2", "3/2", "a/b", "1/2/3", 2, None, "1/0"])
-def test_what_is_no_shard(given):
-    with pytest.raises(ShardError, match=r"shard=.*(as in '2/8'|between 1 and)"):
-        Shard.parse(given)
+    for given in ("2", "0/2", "3/2", "a/b", "1/2/3", 2, None, "1/0"):
+        with pytest.raises(ShardError, match=r"shard=.*(as in '2/8'|between 1 and)"):
+            Shard.parse(given)
 
 
 @pytest.mark.parametrize("named", [DENSE, QUICK], ids=["dense", "zero-data"])
@@ -89,6 +86,8 @@ def test_shards_cut_in_two_ways(model, tmp_path):
         calls = count_solves(patch)
         together = swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
     assert calls == [] and together.sparsity > 0.49
+    swd.factorize(model, "mlp_out", **{**QUICK, "sparsity": 0.25}, out=tmp_path, shard="1/1", overwrite=True)
+    assert_same(swd.factorize(model, "mlp_out", **QUICK, out=tmp_path), together)  # complete factors ask no shards
 
 
 def test_starting_again_leaves_no_shards_behind(model, tmp_path):
@@ -102,9 +101,3 @@ def test_starting_again_leaves_no_shards_behind(model, tmp_path):
             swd.factorize(model, "all", **DENSE, out=tmp_path, overwrite=True)
     assert not (tmp_path / "shards").exists()
     assert_same(swd.factorize(model, "all", **DENSE, out=tmp_path), swd.factorize(model, "all", **DENSE, out=tmp_path))
-
-
-def test_complete_factors_ask_no_shards(model, tmp_path):
-    made = swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
-    swd.factorize(model, "mlp_out", **{**QUICK, "sparsity": 0.25}, out=tmp_path, shard="1/1")
-    assert_same(swd.factorize(model, "mlp_out", **QUICK, out=tmp_path), made)

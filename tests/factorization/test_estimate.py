@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -48,13 +47,20 @@ def test_dense_calibration_holds_every_gram(model):
     assert dense.rows[0].held_bytes == 8 * (32 * 32 + 16 * 16 + 32 * 32) and sequential.rows[0].held_bytes == 0
     assert sum(row.calibration_flops for row in dense.rows) < sum(row.calibration_flops for row in sequential.rows)
     assert dense.calibration == "dense" and sequential.calibration == "sequential"
+    single = swd.estimate(model, "mlp_*", tokens=TOKENS, calibration="dense", gram_dtype="float32")
+    assert dense.rows[0].held_bytes == 2 * single.rows[0].held_bytes
+    assert dense.rows[3].peak_bytes == single.rows[3].peak_bytes + 8 * 32 * 32
 
 
-def test_dense_calibration_in_stages_where_the_grams_have_no_room():
+def test_what_is_held_where_grams_have_no_room_and_of_a_half_precision_host():
     # 40,000 inputs: a Gram of 6.4 GB, above what one pass collects. Each matrix is then a stage of its own.
     made = swd.estimate({"a": (40_000, 8), "b": (40_000, 8)}, tokens=64, calibration="dense", preset="paper")
     factors = 4 * (40_000 * 8 + 8 * 8 + 40_000 * 8)
     assert [row.held_bytes for row in made.rows] == [0, factors]
+    half = toy_model().to(torch.bfloat16)
+    first, second = swd.estimate(half, "mlp_out", preset="paper").rows
+    # Two factors, 32 x 16 and 16 x 16, in float32 and, attached, in bfloat16.
+    assert (first.held_bytes, second.held_bytes) == (0, (4 + 2) * (32 * 16 + 16 * 16))
 
 
 def test_a_pass_per_block_holds_the_grams_of_the_block(model):
@@ -117,24 +123,6 @@ def test_blocks_that_differ_are_each_counted_as_they_are():
     assert of[3] - of[2] == pytest.approx(64 * 2 * (numel[3] - numel[1]))
 
 
-def test_float64_grams_take_twice_as_much(model):
-    single, double = (
-        swd.estimate(model, "mlp_*", tokens=TOKENS, calibration="dense", gram_dtype=dtype) for dtype in ("float32", "float64")
-    )
-    assert double.rows[0].held_bytes == 2 * single.rows[0].held_bytes
-    assert double.rows[3].peak_bytes == single.rows[3].peak_bytes + 8 * 32 * 32
-
-
-def test_factors_of_a_half_precision_host_keep_no_weight():
-    half = toy_model().to(torch.bfloat16)
-    first, second = swd.estimate(half, "mlp_out", preset="paper").rows
-    # Two factors, 32 x 16 and 16 x 16, in float32 and, attached, in bfloat16.
-    assert (first.held_bytes, second.held_bytes) == (0, (4 + 2) * (32 * 16 + 16 * 16))
-
-
-# ---------------------------------------------------------------------------------------------- shapes alone
-
-
 def test_shapes_of_a_model_that_is_not_loaded(model):
     shapes = {site.name: (site.d_in, site.d_out) for site in swd.find_sites(model)}
     assert swd.estimate(shapes).rows == swd.estimate(model, "all").rows
@@ -168,18 +156,6 @@ def test_labels_of_any_kind(model):
         swd.estimate({"up": (16, 32)}, sparsity=2)
 
 
-def test_many_matrices_share_lines():
-    shapes = {f"blocks.{layer}.{kind}": (8, 12) for layer in range(6) for kind in ("mlp_in", "mlp_gate", "mlp_out")}
-    lines = repr(swd.estimate(shapes)).splitlines()
-    assert [line.split("   ")[0].strip() for line in lines[2:5]] == [
-        f"6 x blocks.*.{kind}" for kind in ("mlp_in", "mlp_gate", "mlp_out")
-    ]
-    assert "20 x this shape" in repr(swd.estimate({str(i): (8, 12) for i in range(20)}))
-
-
-# ---------------------------------------------------------------------------------------------- arguments
-
-
 def test_tokens_as_a_number_or_none(model):
     by_number, by_rows = (swd.estimate(model, "all", tokens=32 * 4), swd.estimate(model, "all", tokens=random_tokens(4, 32)))
     assert by_number.rows == by_rows.rows
@@ -192,21 +168,17 @@ def test_tokens_as_a_number_or_none(model):
 
 
 def test_bad_arguments(model):
-    with pytest.raises(swd.UnknownSiteError):
-        swd.estimate(model, "nonsense")
-    with pytest.raises(ValueError, match=r"blocks\.0\.mlp_out .*sparsity=1"):
-        swd.estimate(model, "blocks.0.mlp_out", sparsity=1)
-    with pytest.raises(ValueError, match=r"blocks\.0\.mlp_out .*units='many'"):
-        swd.estimate(model, "blocks.0.mlp_out", units="many")
-    with pytest.raises(ValueError, match="calibration must be"):
-        swd.estimate(model, "mlp_out", calibration="both")
-
-
-def test_the_host_and_the_random_numbers_stay_as_they_are(model):
-    before, state = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()
-    swd.estimate(model, "all", tokens=TOKENS)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    for changed, message in (
+        ({"sites": "nonsense"}, "nonsense"),
+        ({"sites": "blocks.0.mlp"}, "is a whole MLP, not one matrix"),
+        ({"sparsity": 1}, r"blocks\.0\.mlp_out .*sparsity=1"),
+        ({"units": "many"}, r"blocks\.0\.mlp_out .*units='many'"),
+        ({"calibration": "both"}, "calibration must be"),
+        ({"batch_size": 0}, "batch_size must be .*, got 0"),
+        ({"gram_dtype": "float16"}, "gram_dtype must be one of .*'float16'"),
+    ):
+        with pytest.raises((ValueError, swd.UnknownSiteError), match=message):
+            swd.estimate(model, **{"sites": "mlp_out", **changed})
 
 
 ROWS = (
@@ -229,12 +201,12 @@ def test_the_printed_table():
     )
     assert "430 MB at the worst moment, 100 MB available - does not fit" in repr(Estimate(ROWS, 10**8, None, "dense"))
     assert "available" in repr(Estimate((), None, None, "zero-data"))
-
-
-def test_an_estimate_goes_to_json_and_back_and_shows_itself():
-    made = Estimate(ROWS, None, 1e11, "dense")
-    assert Estimate.from_dict(json.loads(json.dumps(made.as_dict()))) == made
-    assert "<table" in made._repr_html_() and "blocks.0.mlp_out" in made._repr_html_() and "3.5 TFLOP" in made._repr_html_()
+    assert Estimate.from_dict(json.loads(json.dumps(made.as_dict()))) == made and "<table" in made._repr_html_()
+    shapes = {f"blocks.{layer}.{kind}": (8, 12) for layer in range(6) for kind in ("mlp_in", "mlp_gate", "mlp_out")}
+    lines = repr(swd.estimate(shapes)).splitlines()  # many matrices share lines
+    kinds = ("mlp_in", "mlp_gate", "mlp_out")
+    assert [line.split("   ")[0].strip() for line in lines[2:5]] == [f"6 x blocks.*.{kind}" for kind in kinds]
+    assert "20 x this shape" in repr(swd.estimate({str(i): (8, 12) for i in range(20)}))
 
 
 def test_the_refusal_gives_the_numbers():
@@ -251,16 +223,19 @@ def test_the_refusal_gives_the_numbers():
         "fewer units",
     ):
         assert part in str(refusal.value)
-    alone = Estimate((ROWS[0],), 1000, None, "zero-data")
     with pytest.raises(swd.DoesNotFitError, match=r"1 matrix needs .*What helps: a machine with more memory\.$"):
-        alone.require_fit()
+        Estimate((ROWS[0],), 1000, None, "zero-data").require_fit()
+    with pytest.raises(swd.DoesNotFitError, match='calibration="sequential"'):
+        Estimate(ROWS, 1, None, "corrected").require_fit()
 
 
 def test_factorize_refuses_before_the_host_is_touched(model, tmp_path, monkeypatch):
     def never(*arguments, **named):
         raise AssertionError("the host was touched")
 
+    before, state = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()
     made = swd.estimate(model, "mlp_out", tokens=TOKENS)
+    assert torch.equal(torch.get_rng_state(), state) and all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     monkeypatch.setattr(swd_lens.factorization.factorize, "available_bytes", lambda device: made.peak_bytes - 1)
     places = {"collect_grams": swd_lens.factorization.stages, "attach": swd_lens.factorization.stages, "solve": swd_lens.solver}
     for work, place in places.items():
@@ -278,9 +253,6 @@ def test_factorize_starts_with_just_enough(model, tmp_path, monkeypatch):
     # With everything finished, nothing more is needed.
     monkeypatch.setattr(swd_lens.factorization.factorize, "available_bytes", lambda device: 0)
     swd.factorize(model, "mlp_out", **named, progress=False, out=tmp_path)
-
-
-# ---------------------------------------------------------------------------------------------- the machine
 
 
 MEASURE = """
@@ -328,20 +300,3 @@ def peaks() -> dict[tuple[str, str], tuple[int, int]]:
 def test_the_peak_is_what_is_really_used(peaks: dict[tuple[str, str], tuple[int, int]], case: tuple[str, str]):
     used, expected = peaks[case]
     assert used <= 1.15 * expected and expected <= 2.5 * used
-
-
-def test_what_factorize_refuses_is_not_estimated():
-    model = toy_model()
-    for changed, message in (
-        ({"batch_size": 0}, "batch_size must be .*, got 0"),
-        ({"gram_dtype": "float16"}, "gram_dtype must be one of .*'float16'"),
-        ({"sites": "blocks.0.mlp"}, "is a whole MLP, not one matrix"),
-    ):
-        with pytest.raises((ValueError, swd.UnknownSiteError), match=message):
-            swd.estimate(model, **{"sites": "mlp_out", **changed})
-
-
-def test_advice_for_corrected_calibration():
-    made = swd.estimate(toy_model(), "all", tokens=1000, calibration="corrected")
-    with pytest.raises(swd.DoesNotFitError, match='calibration="sequential"'):
-        replace(made, available_bytes=1).require_fit()

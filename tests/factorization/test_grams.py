@@ -16,17 +16,7 @@ from swd_lens.hosts import find_sites, host_of
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import attach
 from tests import families
-from tests.micro import micro_model, random_tokens, toy_model
-
-
-def test_grams_by_hand():
-    # Micro model, mlp_out reads relu(x W_in): token 0 -> (1, 2), token 1 -> (3, 4).
-    # mean of h^T h over the two tokens: [[1 + 9, 2 + 12], [2 + 12, 4 + 16]] / 2 = [[5, 7], [7, 10]].
-    model = micro_model()
-    site = find_sites(model, "blocks.0.mlp_out")
-    grams = collect_grams(model, site, [[0, 1]])
-    assert grams["blocks.0.mlp_out"].tolist() == [[5.0, 7.0], [7.0, 10.0]]
-    assert grams.n_tokens == 2
+from tests.micro import random_tokens, toy_model
 
 
 def test_grams_are_those_of_the_cached_inputs(model):
@@ -40,21 +30,10 @@ def test_grams_are_those_of_the_cached_inputs(model):
         "blocks.1.attn_qkv": block.ln1(cache["resid_pre", 1]),
         "blocks.1.mlp_in": block.ln2(cache["resid_mid", 1]),
     }
+    assert grams.n_tokens == 90
     for name, h in inputs.items():
         flat = h.detach().flatten(0, 1)
         torch.testing.assert_close(grams[name], flat.T @ flat / 90, rtol=1e-4, atol=1e-5)
-
-
-def test_relmse_of_one_site_is_what_its_gram_predicts(model):
-    """The solver's error measure and the host's: equal when measured on the calibration tokens themselves (bias left out)."""
-    tokens, site = random_tokens(10, 9), "blocks.1.mlp_out"
-    factors = swd.factorize(model, site, sparsity=0.4, tokens=tokens, outer_iterations=4, progress=False)
-    with torch.no_grad():
-        _, cache = model.run_with_cache(tokens)
-        h, weight, f = cache["post", 1].double(), model.blocks[1].mlp.W_out.double(), factors[site]
-        error = (h @ (weight - f.read.double() @ f.write.double())).square().sum() / (h @ weight).square().sum()
-    assert f.provenance["relmse"] == pytest.approx(float(error), rel=1e-4)
-    assert f.provenance["tokens"] == 90 and f.provenance["calibration"] == "sequential"
 
 
 def test_sequential_calibration_reads_behind_the_replaced_sites(model):
@@ -85,9 +64,6 @@ def test_a_site_that_no_forward_reads_or_that_is_read_twice_is_an_error(model, m
     monkeypatch.setattr(type(host_of(model)), "run_blocks", twice)
     with pytest.raises(swd.UnsupportedHostError, match=r"blocks\.0\.mlp_in read 48 vectors on 24 tokens"):
         collect_grams(model, sites, tokens)
-
-
-# ---------------------------------------------------------------------------------------------- streams and precision
 
 
 def test_a_stream_gives_the_grams_of_the_same_rows_held(model):
@@ -134,23 +110,6 @@ def test_a_float64_host_and_a_bfloat16_host():
             assert torch.equal(grams[name], (product.double() / 54).float()) and grams[name].dtype == torch.float32
 
 
-def test_many_small_products_are_not_lost_in_a_large_sum():
-    """4,000 batches of 1 token whose square is 1 + 2^-20, near float32's resolution: a float32 sum would drift."""
-    sums = calibration._Sums(in_double=False, share=True)
-    h = torch.full((1, 1, 1), (1 + 2**-20) ** 0.5)
-    square = float(h[0, 0, 0] * h[0, 0, 0])
-    site = swd.Site(0, "mlp_in", 1, 1)
-    for _ in range(4000):
-        sums.begin((1, 1), None)
-        sums.add(site, h)
-    assert float(sums.by_site[site.name]) == 4000 * square
-    assert float(sums.means(4000, {})[site.name]) == square
-    single = torch.zeros((), dtype=torch.float32)
-    for _ in range(4000):
-        single += square
-    assert float(single / 4000) != square
-
-
 def test_wide_grams_grow_tile_by_tile(model, monkeypatch):
     tokens, sites = random_tokens(10, 9), find_sites(model)
     whole = collect_grams(model, sites, tokens, batch_size=3, dtype="float64")
@@ -173,9 +132,6 @@ def test_sums_large_beside_a_cards_free_memory_sit_on_the_cpu(monkeypatch):
     assert calibration._home(5121, cpu) == cpu
     free["cuda"] = None
     assert calibration._home(5121, cuda) == cuda
-
-
-# ---------------------------------------------------------------------------------------------- shared sums
 
 
 @pytest.fixture
@@ -241,8 +197,6 @@ def test_a_hook_that_changes_what_one_of_them_reads_is_seen(change, n_products, 
     assert not torch.equal(together[names[1]], plain[names[1]])
     assert torch.equal(together[names[0]], plain[names[0]])
 
-
-# ---------------------------------------------------------------------------------------------- memory
 
 MEMORY = """
 import json, torch

@@ -10,7 +10,13 @@ from swd_lens.factorization.workers.parcel import pack_solved
 from tests.factorization.tasks import task
 
 
-def test_one_worker_is_this_process_with_its_threads_restored():
+def test_one_worker_is_this_process_that_draws_when_it_is_asked():
+    drawn = []
+    with open_workers() as workers:
+        results = workers.solve(drawn.append(i) or task(i) for i in range(5))
+        assert drawn == []
+        next(results)
+        assert drawn == [0]
     threads = torch.get_num_threads()
     seen, steps = [], []
     with open_workers(1, threads=threads + 1) as workers:
@@ -20,15 +26,6 @@ def test_one_worker_is_this_process_with_its_threads_restored():
             assert torch.get_num_threads() == threads  # the caller's own work keeps its threads
     assert seen == ["blocks.0.mlp_out", "blocks.1.mlp_out"]
     assert {n for n, _ in steps} == {threads + 1} and len(steps) == 2 * steps[0][1]
-
-
-def test_this_process_draws_a_task_when_its_result_is_asked_for():
-    drawn = []
-    with open_workers() as workers:
-        results = workers.solve(drawn.append(i) or task(i) for i in range(5))
-        assert drawn == []
-        next(results)
-        assert drawn == [0]
 
 
 class BackwardsBackend:

@@ -29,9 +29,6 @@ def pool():
         yield workers
 
 
-# ---------------------------------------------------------------------------------------------- in one process
-
-
 def test_a_task_without_company_is_solved_here_with_all_threads_unless_their_number_is_given(monkeypatch):
     """A worker process would have a share of them; and no process is started."""
 
@@ -52,16 +49,10 @@ def test_a_task_without_company_is_solved_here_with_all_threads_unless_their_num
         list(workers.solve([task(0)], alone=True))
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"workers": 0}, {"workers": -2}, {"workers": True}, {"workers": "2"}, {"threads": 0}, {"retries": -1}]
-)
-def test_open_workers_refuses_what_is_no_number(arguments):
-    (name, value), *_ = arguments.items()
-    with pytest.raises(ValueError, match=f"{name}={value!r}"), open_workers(**arguments):
-        pass
-
-
-# ---------------------------------------------------------------------------------------------- a pool of processes
+def test_open_workers_refuses_what_is_no_number():
+    for name, value in (("workers", 0), ("workers", -2), ("workers", True), ("workers", "2"), ("threads", 0), ("retries", -1)):
+        with pytest.raises(ValueError, match=f"{name}={value!r}"), open_workers(**{name: value}):
+            pass
 
 
 def test_a_pool_gives_the_bits_of_this_process(pool):
@@ -170,9 +161,6 @@ def wait_until_it_works(pid: int) -> int:
     return pid
 
 
-# ---------------------------------------------------------------------------------------------- the end of the parent
-
-
 LONG = """
 import faulthandler
 import signal
@@ -200,12 +188,8 @@ with open_workers(2, threads=1) as workers:
 def test_no_worker_outlives_an_interrupted_or_killed_parent():
     # Both at once: most of the time goes into imports.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
-    parents = {
-        how: subprocess.Popen(
-            [sys.executable, "-c", LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        )
-        for how in (signal.SIGINT, signal.SIGKILL)
-    }
+    start = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    parents = {how: subprocess.Popen([sys.executable, "-c", LONG], **start) for how in (signal.SIGINT, signal.SIGKILL)}
     for how, parent in parents.items():
         assert parent.stdout.readline() == "working\n", parent.stderr.read()
         # From here on: imports on a loaded machine take as long as they take.

@@ -11,7 +11,7 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.base.errors import TokenError, UnsupportedHostError
+from swd_lens.base.errors import TokenError
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import find_sites, host_of
@@ -80,39 +80,21 @@ def test_blocks_before_are_not_run_again(model):
         assert runs == {0: 1, 1: 1, 2: 3 + 1 + 1, 3: 1 + 1}
 
 
-@pytest.mark.parametrize("stage", [["attn_qkv"], ["attn_o"], ["mlp_in"], ["mlp_out"]])
-def test_behind_the_last_wanted_matrix_nothing_is_run(model, stage):
+def test_behind_the_last_wanted_matrix_nothing_is_run(model):
     """As sequential calibration asks, stage by stage."""
-    sites = find_sites(model, [f"blocks.2.{kind}" for kind in stage])
     in_order = sites_of(model, 2)
-    behind, shown, ends = in_order[in_order.index(sites[-1]) + 1 :], [], []
-    with Residuals(model, TOKENS, ROWS) as residuals, ExitStack() as stack:
-        residuals.advance(2)
-        whole = collect_grams(model, sites, TOKENS, batch_size=ROWS)
-        stack.enter_context(host_of(model).inputs(behind, lambda site, h: shown.append(site)))
-        stack.callback(model.blocks[2].register_forward_hook(lambda *_: ends.append(1)).remove)
-        kept = collect_grams(model, sites, None, residuals=residuals)
-    assert shown == [] and ends == []
-    assert all(torch.equal(whole[site.name], kept[site.name]) for site in sites)
-
-
-def test_a_site_that_reads_twice_is_an_error_from_residuals_too(model, monkeypatch):
-    host, (site,) = host_of(model), find_sites(model, "blocks.2.mlp_in")
-    inputs = type(host).inputs
-
-    def twice(self, sites, use):
-        def use_twice(site, h):
-            use(site, h)
-            use(site, h)
-
-        return inputs(self, sites, use_twice)
-
-    monkeypatch.setattr(type(host), "inputs", twice)
     with Residuals(model, TOKENS, ROWS) as residuals:
         residuals.advance(2)
-        assert residuals.kept
-        with pytest.raises(UnsupportedHostError, match=r"blocks\.2\.mlp_in"):
-            collect_grams(model, [site], None, residuals=residuals)
+        for number, site in enumerate(in_order):
+            shown, ends = [], []
+            whole = collect_grams(model, [site], TOKENS, batch_size=ROWS)
+            with ExitStack() as stack:
+                stack.enter_context(
+                    host_of(model).inputs(in_order[number + 1 :], lambda site, h, shown=shown: shown.append(site))
+                )
+                stack.callback(model.blocks[2].register_forward_hook(lambda *_, ends=ends: ends.append(1)).remove)
+                kept = collect_grams(model, [site], None, residuals=residuals)
+            assert shown == [] and ends == [] and torch.equal(whole[site.name], kept[site.name])
 
 
 def test_stages_may_be_left_out_and_repeated_but_do_not_go_back(model):
@@ -128,7 +110,7 @@ def test_stages_may_be_left_out_and_repeated_but_do_not_go_back(model):
             collect_grams(model, find_sites(model, ["blocks.2.mlp_*", "blocks.3.mlp_in"]), None, residuals=residuals)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_hosts_own_dtype(dtype, tmp_path):
     model = toy_model().to(dtype)
     with Residuals(model, TOKENS, ROWS, tmp_path) as residuals:
@@ -138,10 +120,8 @@ def test_the_hosts_own_dtype(dtype, tmp_path):
         _, start = next(residuals.batches())
         assert residuals.kept and start.residual.dtype == dtype
         sites = sites_of(model, 1)
-        got, whole = (
-            collect_grams(model, sites, None, residuals=residuals),
-            collect_grams(model, sites, TOKENS, batch_size=ROWS),
-        )
+        got = collect_grams(model, sites, None, residuals=residuals)
+        whole = collect_grams(model, sites, TOKENS, batch_size=ROWS)
     assert all(torch.equal(got[site.name], whole[site.name]) for site in sites)
 
 
@@ -175,51 +155,52 @@ def test_units_that_change_behind_the_residuals_back_end_them(model, factors):
             assert not residuals.kept and residuals.layer == 0
 
 
-def test_too_small_a_disk_means_whole_runs_and_a_warning(model, tmp_path, monkeypatch):
+def that_is_small(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
-    with Residuals(model, TOKENS, ROWS, tmp_path) as residuals:
-        with pytest.warns(UserWarning, match=r"residuals of 63 tokens need 0\.0 GB of disk, and 0\.0 GB are free in .*TMPDIR"):
-            residuals.advance(1)
-        assert not residuals.kept and residuals.layer == 0 and list(tmp_path.iterdir()) == []
-        assert all(start is None for _, start in residuals.batches())
 
 
-def test_a_disk_that_fills_up_meanwhile_means_whole_runs(model, tmp_path):
+def that_fills_up(monkeypatch):
     """No file may become larger than 2,000 bytes: of 4,032 the first batch is written."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("disk", [that_is_small, that_fills_up])
+def test_too_small_a_disk_means_whole_runs_and_a_warning(model, tmp_path, monkeypatch, disk):
     with Residuals(model, TOKENS, ROWS, tmp_path) as residuals:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        undo = disk(monkeypatch)
         try:
             with pytest.warns(UserWarning, match=r"residuals of 63 tokens need .*TMPDIR"):
                 residuals.advance(1)
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            if undo:
+                undo()
         assert not residuals.kept and residuals.layer == 0 and list(tmp_path.iterdir()) == []
         assert all(start is None for _, start in residuals.batches())
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_an_interrupted_stage_leaves_the_one_before(model, tmp_path, monkeypatch, error):
+def test_an_interrupted_stage_leaves_the_one_before(model, tmp_path, monkeypatch):
     host, sites = type(host_of(model)), sites_of(model, 1)
     residual, calls = host.residual, []
 
     def fails(self, *args, **how):
         calls.append(1)
         if len(calls) == 3:  # the third batch
-            raise error
+            raise KeyboardInterrupt
         return residual(self, *args, **how)
 
-    with pytest.raises(error), Residuals(model, TOKENS, ROWS, tmp_path) as residuals:
+    with pytest.raises(KeyboardInterrupt), Residuals(model, TOKENS, ROWS, tmp_path) as residuals:
         residuals.advance(1)
         before = collect_grams(model, sites, None, residuals=residuals)
-        with monkeypatch.context() as patch, pytest.raises(error):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(host, "residual", fails)
             residuals.advance(2)
         assert residuals.layer == 1 and residuals.kept
         assert [path.name for path in tmp_path.rglob("layer-*")] == ["layer-1"]
         again = collect_grams(model, sites, None, residuals=residuals)
         assert all(torch.equal(before[site.name], again[site.name]) for site in sites)
-        raise error  # and now past the with block
+        raise KeyboardInterrupt  # and now past the with block
     assert list(tmp_path.iterdir()) == []
 
 
@@ -233,27 +214,19 @@ def test_a_stream_of_other_rows_is_found_in_the_stage_that_reads_them(model, tmp
         assert residuals.layer == 1
 
 
-@pytest.mark.parametrize("damage", ["cut", "a bit", "gone"])
-def test_a_changed_file_is_an_error_not_a_wrong_gram(model, tmp_path, damage):
-    with Residuals(model, TOKENS, ROWS, tmp_path) as residuals:
-        residuals.advance(1)
-        file = next(tmp_path.rglob("layer-1"))
-        data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data if damage == "a bit" else data[:-4])
-        if damage == "gone":
-            file.unlink()
-        with pytest.raises(OSError, match="layer-1 was changed, cut or removed while it was in use"):
-            list(residuals.batches())
-
-
-def test_a_cut_file_is_an_error_whatever_stood_in_the_memory_before(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("damage", ["cut", "a bit", "gone", "cut, and the memory holds the true values"])
+def test_a_changed_file_is_an_error_not_a_wrong_gram(model, tmp_path, monkeypatch, damage):
     with Residuals(model, TOKENS, ROWS, tmp_path) as residuals:
         residuals.advance(1)
         true = iter([start.residual.clone() for _, start in residuals.batches()])
         file = next(tmp_path.rglob("layer-1"))
-        file.write_bytes(file.read_bytes()[:-4])
-        monkeypatch.setattr("swd_lens.factorization.residuals.torch.empty", lambda *_, **__: next(true))
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= damage == "a bit"
+        file.write_bytes(data if damage == "a bit" else data[:-4])
+        if damage == "gone":
+            file.unlink()
+        if "memory" in damage:
+            monkeypatch.setattr("swd_lens.factorization.residuals.torch.empty", lambda *_, **__: next(true))
         with pytest.raises(OSError, match="layer-1 was changed, cut or removed while it was in use"):
             list(residuals.batches())
 

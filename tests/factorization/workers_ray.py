@@ -19,21 +19,14 @@ import torch
 from swd_lens.base.errors import SparsityError
 from swd_lens.factorization.workers import Solved, SolveTask, open_workers
 from swd_lens.units.factors import Factors, FactorSet
+from tests.factorization.tasks import assert_same_bits, task
 
 LONG = "blocks.1.mlp_out"
 
 
 def tasks() -> list[SolveTask]:
-    made = []
-    for i in range(4):
-        generator = torch.Generator().manual_seed(i)
-        size = 256 if i == 1 else 24
-        weight = torch.randn(size, size, generator=generator)
-        inputs = torch.randn(2 * size, size, generator=generator)
-        gram = None if i == 2 else inputs.T @ inputs
-        preset = "paper" if i == 3 else "best"
-        made.append(SolveTask(f"blocks.{i}.mlp_out", weight, gram, preset=preset, bytes=10**7))
-    return made
+    kinds = [(24, {}), (256, {}), (24, {"gram": False}), (24, {"preset": "paper"})]
+    return [task(i, size, size, **{"preset": "best", "bytes": 10**7, **how}) for i, (size, how) in enumerate(kinds)]
 
 
 def kill_the_long_one(killed: list[int], over: threading.Event) -> None:
@@ -51,15 +44,6 @@ def kill_the_long_one(killed: list[int], over: threading.Event) -> None:
                     return
             except psutil.NoSuchProcess:
                 continue
-
-
-def same_bits(one: Solved, other: Solved) -> bool:
-    return (
-        torch.equal(one.read.view(torch.int32), other.read.view(torch.int32))
-        and torch.equal(one.write.view(torch.int32), other.write.view(torch.int32))
-        and (one.site, one.relmse, one.relative_frobenius) == (other.site, other.relmse, other.relative_frobenius)
-        and (dict(one.settings), one.solver) == (dict(other.settings), other.solver)
-    )
 
 
 def factor_set(solved: list[Solved]) -> FactorSet:
@@ -100,7 +84,8 @@ def main() -> None:
     ray.shutdown()
     retried = [str(w.message) for w in caught if f"{LONG} died" in str(w.message)]
     assert len(killed) == len(retried) == 1, (killed, [str(w.message) for w in caught])
-    assert all(same_bits(one, other) for one, other in zip(here, there, strict=True))
+    for one, other in zip(here, there, strict=True):
+        assert_same_bits(one, other)
     print(retried[0])
     print("same bits, one worker killed")
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from swd_lens.units.factors import Factors
+
 SHAPES = [(20, 32), (32, 20), (24, 24)]
 
 
@@ -29,3 +31,7 @@ def few_levels(shape: tuple[int, int]) -> Tensor:
     weight = weight_of(shape).half()
     weight[weight.abs() < 0.6] = 0.0
     return (weight * 4).round() / 4
+
+
+def assert_same_bits(one: Factors, other: Factors) -> None:
+    assert torch.equal(one.read, other.read) and torch.equal(one.write, other.write)

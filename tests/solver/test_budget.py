@@ -1,6 +1,7 @@
 """Budgets against counts that need no model and no data (method.md §0.3, §0.4)."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,8 @@ def realised_pair(d_in: int, d_out: int, sparsity: float, spec: DsfSpec = PAPER)
     return realised(n * n, budget.square, spec), realised(d_in * d_out, budget.other, spec)
 
 
-@pytest.mark.parametrize(
-    ("sparsity", "other", "total"),
-    [
+def test_gpt2_mlp_out():
+    for sparsity, other, total in (
         (0.125, 1_916_928, 2_064_382),
         (0.25, 1_622_016, 1_769_470),
         (0.375, 1_327_104, 1_474_558),
@@ -33,13 +33,11 @@ def realised_pair(d_in: int, d_out: int, sparsity: float, spec: DsfSpec = PAPER)
         (0.625, 737_280, 884_734),
         (0.75, 442_368, 589_822),
         (0.875, 147_456, 294_910),
-    ],
-)
-def test_gpt2_mlp_out(sparsity: float, other: int, total: int):
-    budget = plan_budget(3072, 768, sparsity, PAPER)
-    assert (budget.square, budget.other) == (147_456, other)
-    assert sum(realised_pair(3072, 768, sparsity)) == total
-    assert plan_budget(768, 3072, sparsity, PAPER) == budget
+    ):
+        budget = plan_budget(3072, 768, sparsity, PAPER)
+        assert (budget.square, budget.other) == (147_456, other)
+        assert sum(realised_pair(3072, 768, sparsity)) == total
+        assert plan_budget(768, 3072, sparsity, PAPER) == budget
 
 
 def test_all_of_gpt2_small_as_the_paper_counts_it():
@@ -53,27 +51,19 @@ def test_all_of_gpt2_small_as_the_paper_counts_it():
     assert plan_budget(768, 2304, sparsity, PAPER).other == 410_271
 
 
-def test_floating_point_decides_whether_the_reference_loses_an_entry():
+def test_rounding_of_the_reference_and_exact_rounding():
     # 442,368 * (1 - 184,320 / 442,368) is 258,047.99999999997 in double precision: rounded down, nothing is lost.
     assert realised_pair(384, 1152, 0.5) == (36_863, 184_320)
     assert realised_pair(384, 1152, 0.75) == (36_863, 73_727)
-
-
-def test_exact_rounding_keeps_all_of_k():
     assert sum(realised_pair(3072, 768, 0.5, EXACT)) == 1_179_648
     # 1000 * (1 - 0.9) is 99.99999999999997 in double precision.
     assert plan_budget(10, 100, 0.9, EXACT).total == 100
-
-
-def test_reference_cap_overshoots():
     # s = .95 leaves (768, 3072) nothing like 1 % in the other factor: 0.01 * numel = 23,592 is kept instead of 14,746.
     spec = DsfSpec(square_density_rectangular=0.175)
     nominal = plan_budget(768, 3072, 0.95, spec)
     assert nominal.other < 0.01 * 768 * 3072
     assert realised_pair(768, 3072, 0.95, spec)[1] == 23_592
 
-
-# ---------------------------------------------------------------------- the annealed solver's shares
 
 BEST = AnnealSpec()
 
@@ -98,10 +88,7 @@ def test_shares_leave_one_entry_per_unit_and_no_more_than_fit():
     # (20, 32), s = .25: K = 480; ten units hold 10 * 20 in the square factor and 10 * 32 = 320 in the other, which is
     # full before the share 400 / (2 * 880) of K (109) leaves it 371: the square factor takes the remaining 160.
     assert plan_shares(20, 32, 0.25, 10, BEST) == Budget(160, 320)
-
-
-def test_few_units_cannot_hold_more_than_their_factors():
-    # (20, 32), s = .01: K = 633 (633.6 rounded down), but ten units hold at most 10 * (20 + 32) = 520.
+    # s = .01: K = 633 (633.6 rounded down), but ten units hold at most 10 * (20 + 32) = 520.
     assert plan_shares(20, 32, 0.01, 10, BEST) == Budget(200, 320)
 
 
@@ -126,47 +113,31 @@ def test_shares_always_add_up_or_are_refused(d_in: int, d_out: int, sparsity: fl
 
 
 @pytest.mark.parametrize("shape", [(8, 12), (12, 8), (40, 40), (17, 5)])
-@pytest.mark.parametrize("rounding", ["reference", "exact"])
-def test_budget_names_a_sparsity_that_is_feasible_and_nearly_the_largest(shape: tuple[int, int], rounding: str):
+@pytest.mark.parametrize(
+    "how", [*({"preset": "paper", "rounding": r} for r in ("reference", "exact")), {}, {"units": "1.5x"}, {"units": 3}], ids=str
+)
+def test_budget_names_a_sparsity_that_is_feasible_and_nearly_the_largest(shape: tuple[int, int], how: dict[str, Any]):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    options = {"outer_iterations": 4, "rounding": rounding, "preset": "paper"}
+    how = {"outer_iterations": 4, **how}
     with pytest.raises(BudgetError, match="the largest feasible sparsity is") as refused:
-        solve(weight, sparsity=0.99, **options)
+        solve(weight, sparsity=0.999, **how)
     largest = float(str(refused.value).split("largest feasible sparsity is ")[1].split(",")[0])
-    assert bool(torch.isfinite(solve(weight, sparsity=largest, **options).product()).all())
-    with pytest.raises(BudgetError):
-        solve(weight, sparsity=largest + 2e-4 + 1 / weight.numel(), **options)
-
-
-@pytest.mark.parametrize("shape", [(8, 12), (12, 8), (40, 40), (17, 5)])
-@pytest.mark.parametrize("units", [None, "1.5x", 3])
-def test_budget_names_the_largest_feasible_sparsity_of_any_width(shape: tuple[int, int], units: int | str | None):
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    with pytest.raises(BudgetError, match="the largest feasible sparsity is") as refused:
-        solve(weight, sparsity=0.999, units=units, outer_iterations=2)
-    largest = float(str(refused.value).split("largest feasible sparsity is ")[1].split(",")[0])
-    factors = solve(weight, sparsity=largest, units=units, outer_iterations=2)
+    factors = solve(weight, sparsity=largest, **how)
     assert factors.edges <= (1 - largest) * weight.numel() + 1e-6 and bool(torch.isfinite(factors.product()).all())
     with pytest.raises(BudgetError):  # named to four digits; one edge less is one of the matrix's entries less
-        solve(weight, sparsity=largest + 2e-4 + 1 / weight.numel(), units=units, outer_iterations=2)
+        solve(weight, sparsity=largest + 2e-4 + 1 / weight.numel(), **how)
 
 
-def test_budget_names_the_largest_number_of_units():
+def test_what_a_refused_budget_says():
     # K = 24 of 96: twelve units with a read and a write edge each.
     with pytest.raises(BudgetError, match=r"K=24 edges of 96 for a \(8, 12\) matrix, but 13 units need 26.*units=12") as e:
         solve(WEIGHT, sparsity=0.75, units=13)
     assert "0.7291" in str(e.value)  # 1 - 26 / 96 = .72917
     assert solve(WEIGHT, sparsity=0.75, units=12, outer_iterations=2).n_units == 12
-
-
-def test_square_matrix_where_the_square_factor_would_take_the_whole_budget():
     # s = .875 leaves 12.5 % of the entries, a square matrix's square factor takes 16 %: the reference crashes here.
     with pytest.raises(BudgetError, match=r"K=200 edges of 1,600 for a \(40, 40\).*takes 256 .*needs 40"):
         solve(torch.randn(40, 40), sparsity=0.875, preset="paper")
     assert solve(torch.randn(40, 40), sparsity=0.875).edges == 200
-
-
-def test_no_sparsity_is_feasible():
     with pytest.raises(BudgetError, match="no sparsity is feasible"):
         solve(torch.randn(2, 2), sparsity=0.25, preset="paper")
     # Two units need all four entries; one unit is content with two of the three that s = .25 leaves.

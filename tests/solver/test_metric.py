@@ -11,14 +11,18 @@ WEIGHT = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]])
 GRAM = torch.tensor([[4.0, 6.0], [6.0, 25.0]])
 
 
-def test_unit_diagonal_by_hand():
+def test_unit_diagonal_and_eigenvectors_by_hand():
     metric = Metric.of(GRAM, WEIGHT, 0.0)
     torch.testing.assert_close(metric.matrix, torch.tensor([[1.0, 0.6], [0.6, 1.0]]))
     torch.testing.assert_close(metric.scale, torch.tensor([[2.0], [5.0]]))
     torch.testing.assert_close(metric.undo(torch.tensor([[2.0, 4.0], [5.0, 0.0]])), torch.tensor([[1.0, 2.0], [1.0, 0.0]]))
+    values, vectors = Metric.of(GRAM, WEIGHT, 0.0).eigen
+    torch.testing.assert_close(values, torch.tensor([0.4, 1.6]))  # 1 - .6, 1 + .6
+    torch.testing.assert_close(vectors.abs(), torch.full((2, 2), 0.5**0.5))
 
 
 def test_shrinkage_by_hand():
+    before = GRAM.clone()
     # (1 - .25) * .6 = .45 off the diagonal, 1 on it; half of the Gram blended in leaves .225.
     metric = Metric.of(GRAM, WEIGHT, 0.25)
     torch.testing.assert_close(metric.matrix, torch.tensor([[1.0, 0.45], [0.45, 1.0]]))
@@ -28,13 +32,7 @@ def test_shrinkage_by_hand():
     # The scales 2 and 5 go a quarter of the way, in logarithms, to their geometric mean, sqrt(10).
     torch.testing.assert_close(metric.scale, torch.tensor([[2**0.75 * 10**0.125], [5**0.75 * 10**0.125]]))
     torch.testing.assert_close(Metric.of(GRAM, WEIGHT, 1.0).scale, torch.full((2, 1), 10**0.5))
-    assert Metric.of(GRAM, WEIGHT, 1.0).matrix is None
-
-
-def test_dead_inputs_take_no_part_in_the_shrinkage_of_scales():
-    # Live scales 2 and 1, geometric mean sqrt(2); half way: 2^.5 2^.25 and 2^.25.
-    scale = Metric.of(torch.diag(torch.tensor([4.0, 0.0, 1.0])), torch.ones(3, 2), 0.5).scale
-    torch.testing.assert_close(scale.squeeze(1), torch.tensor([2**0.75, 0.0, 2**0.25]))
+    assert Metric.of(GRAM, WEIGHT, 1.0).matrix is None and torch.equal(GRAM, before)
 
 
 def test_error_by_hand():
@@ -51,12 +49,6 @@ def test_error_by_hand():
     assert metric.error(ones, opposite, torch.ones(1, 4)) == pytest.approx(4 / 3.2)
 
 
-def test_eigenvectors_by_hand():
-    values, vectors = Metric.of(GRAM, WEIGHT, 0.0).eigen
-    torch.testing.assert_close(values, torch.tensor([0.4, 1.6]))  # 1 - .6, 1 + .6
-    torch.testing.assert_close(vectors.abs(), torch.full((2, 2), 0.5**0.5))
-
-
 def test_dead_inputs():
     # Input 1 is dead; rounding may leave it correlated with input 0.
     metric = Metric.of(torch.tensor([[4.0, 1e-9, 1.0], [1e-9, 0.0, 0.0], [1.0, 0.0, 1.0]]), torch.ones(3, 2), 0.0)
@@ -66,6 +58,15 @@ def test_dead_inputs():
     assert metric.matrix[1, 1] == 0
     undone = metric.undo(torch.ones(3, 1))
     assert undone.squeeze(1).tolist() == [0.5, 1.0, 1.0]
+    # Two dead inputs and two correlated ones: as many entries as inputs, but not on the diagonal.
+    gram = torch.zeros(4, 4)
+    gram[2:, 2:] = GRAM
+    matrix = Metric.of(gram, torch.ones(4, 3), 0.0).matrix
+    assert matrix is not None
+    torch.testing.assert_close(matrix[2:, 2:], torch.tensor([[1.0, 0.6], [0.6, 1.0]]))
+    # Live scales 2 and 1, geometric mean sqrt(2); half way: 2^.5 2^.25 and 2^.25.
+    scale = Metric.of(torch.diag(torch.tensor([4.0, 0.0, 1.0])), torch.ones(3, 2), 0.5).scale
+    torch.testing.assert_close(scale.squeeze(1), torch.tensor([2**0.75, 0.0, 2**0.25]))
 
 
 @pytest.mark.parametrize("gram", [None, torch.eye(2), torch.diag(torch.tensor([4.0, 0.0]))])
@@ -76,22 +77,7 @@ def test_without_correlations_nothing_is_multiplied(gram: torch.Tensor | None):
     assert metric.weigh(rows) is rows
 
 
-def test_dead_inputs_do_not_hide_a_correlation():
-    """Two dead inputs and two correlated ones: as many entries as inputs, but not on the diagonal."""
-    gram = torch.zeros(4, 4)
-    gram[2:, 2:] = GRAM
-    matrix = Metric.of(gram, torch.ones(4, 3), 0.0).matrix
-    assert matrix is not None
-    torch.testing.assert_close(matrix[2:, 2:], torch.tensor([[1.0, 0.6], [0.6, 1.0]]))
-
-
 def test_not_positive_semi_definite():
     with pytest.raises(GramError, match="not positive semi-definite"):
         Metric.of(torch.tensor([[1.0, 1.1], [1.1, 1.0]]), WEIGHT, 0.0)
     Metric.of(torch.tensor([[1.0, 1.0], [1.0, 1.0]]), WEIGHT, 0.0)  # one direction only: a Gram of one token
-
-
-def test_the_gram_is_left_alone():
-    before = GRAM.clone()
-    Metric.of(GRAM, WEIGHT, 0.5)
-    assert torch.equal(GRAM, before)

@@ -20,9 +20,6 @@ def block(shape: tuple[int, int], rows: list[int], columns: list[int], reads: li
     return weight
 
 
-# ---------------------------------------------------------------------------------------------------- pieces
-
-
 def test_two_blocks_that_overlap_in_an_entry_are_read_off():
     """Rows 0 to 3 by columns 0 to 3 and rows 3 to 6 by columns 3 to 6 share (3, 3), which agrees with neither."""
     first = block((12, 10), [0, 1, 2, 3], [0, 1, 2, 3], [1.0, -2.0, 0.5, 1.5], [2.0, 1.0, -1.0, 0.7])
@@ -88,14 +85,11 @@ def test_peeling_stops_before_it_makes_things_worse():
     assert whole is not None and error(truth, whole[0].float(), whole[1].float()) < 0.02
 
 
-@pytest.mark.parametrize("shape", [(96, 32), (32, 96), (48, 48)])
-def test_ordinary_weights_have_no_pieces(shape: tuple[int, int]):
-    weight = weight_of(shape)
-    assert share_of_weight(weight) > 2 * SPARSE
-    assert from_pieces(weight.double(), min(shape), 900, IDENTITY) is None
-
-
 def test_weights_without_blocks_have_no_pieces():
+    for shape in ((96, 32), (32, 96), (48, 48)):
+        weight = weight_of(shape)
+        assert share_of_weight(weight) > 2 * SPARSE
+        assert from_pieces(weight.double(), min(shape), 900, IDENTITY) is None
     diagonal = torch.diag(torch.arange(1.0, 25.0)).double()  # sparse, and no two entries in a row
     assert share_of_weight(diagonal) < SPARSE and from_pieces(diagonal, 24, 60, IDENTITY) is None
     truth = planted(Row(40, 20, 10, 2, 2), 0)
@@ -103,7 +97,7 @@ def test_weights_without_blocks_have_no_pieces():
     solve(truth.weight, None, 0.4, units=200)
 
 
-@pytest.mark.parametrize(("sparsity", "units"), [(0.1, 4), (0.1, 8), (0.1, 20), (0.3, 8)])
+@pytest.mark.parametrize(("sparsity", "units"), [(0.1, 4), (0.3, 8)])
 def test_budgets_hold_no_more_entries_than_the_factors(sparsity: float, units: int):
     """K is larger than what the few units of a sparse weight have room for."""
     weight = planted(Row(40, 20, 10, 2, 2), 0).weight

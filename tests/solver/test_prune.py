@@ -39,8 +39,9 @@ def test_the_support_is_of_the_largest_weighted_entries_and_the_values_are_least
         torch.testing.assert_close(product[support, j], best, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("basis", SIDES)
+@pytest.mark.parametrize(
+    ("shape", "basis"), [(SHAPES[0], "input"), (SHAPES[1], "output"), (SHAPES[2], "input"), (SHAPES[0], "output")]
+)
 def test_swaps_lower_the_error_at_the_same_edges(shape, basis):
     weight, gram = weight_of(shape), gram_of(shape[0])
     errors = []
@@ -57,27 +58,16 @@ def test_units_may_mix_coordinates_when_edges_are_exchanged():
     weight, gram = weight_of((24, 10)), gram_of(24)
     most_reads = [int(solve(weight, gram, 0.6, preset="pruned", swaps=swaps).read.count_nonzero(0).max()) for swaps in (0, 12)]
     assert most_reads[0] == 1 < most_reads[1]
-
-
-def test_a_unit_without_weight_stays_empty_when_edges_are_exchanged():
-    weight = weight_of((24, 10))
-    weight[3] = 0.0
-    solution = solve(weight, gram_of(24), 0.5, preset="pruned", swaps=6)
+    weight[3] = 0.0  # a unit without weight stays empty
+    solution = solve(weight, gram, 0.5, preset="pruned", swaps=6)
     assert not solution.read[:, 3].any() and not solution.write[3].any()
-
-
-def test_zero_data_keeps_weights_as_they_are():
-    weight = weight_of((24, 10))
-    product = (lambda f: f.read @ f.write)(solve(weight, None, 0.5, preset="pruned"))
-    kept = product != 0
-    torch.testing.assert_close(product[kept], weight[kept], rtol=1e-5, atol=1e-6)
 
 
 def test_a_unit_that_costs_its_own_edge_is_left_out_when_the_budget_ends():
     weight = torch.tensor([[9.0, 8.0, 7.0], [6.0, 5.0, 4.0]])
     # K = 4: one read and three writes of input 0; input 1 would cost two more.
     solution = solve(weight, None, 1 / 3, preset="pruned", basis="input")
-    assert (solution.read @ solution.write).ne(0).tolist() == [[True] * 3, [False] * 3]
+    torch.testing.assert_close(solution.read @ solution.write, torch.tensor([[9.0, 8.0, 7.0], [0.0] * 3]))  # weights as they are
     assert solution.settings["nonzeros_read"] == 1 and solution.settings["nonzeros_write"] == 3
 
 
@@ -112,14 +102,6 @@ def test_units_of_a_named_side_keep_few_edges_there_unless_told_otherwise():
     # One write a unit is more than .03 of 1,000; .03 of 3,950 is more than a read a unit.
     assert plan_shares(20, 100, 0.5, 100, AnnealSpec(basis="output")) == Budget(100, 900)
     assert plan_shares(100, 40, 0.0125, 100, AnnealSpec(basis="input")) == Budget(118, 3832)
-
-
-def test_units_of_the_long_side_start_there_and_keep_the_budget():
-    weight = weight_of((30, 12))
-    solution = solve(weight, gram_of(30), 0.5, preset="quick", basis="input")
-    assert solution.read.shape == (30, 30) and solution.settings["units"] == 30
-    assert int(solution.read.count_nonzero() + solution.write.count_nonzero()) == 180
-    assert bool(solution.read.any(0).all()) and bool(solution.write.any(1).all())
 
 
 def test_a_budget_of_no_unit_is_refused():

@@ -10,50 +10,44 @@ from swd_lens.factorization.solve import solve
 from swd_lens.solver import PRESETS, AnnealSpec, DsfSpec
 
 WEIGHT = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "message"),
-    [
-        ("outer_iterations", 3, "whole number of at least 4"),
-        ("outer_iterations", True, "whole number of at least 4"),
-        ("inner_iterations", 0, "whole number of at least 1"),
-        ("support_iterations", 6, "whole number from 1 to 5"),
-        ("final_iterations", -1, "whole number of at least 0"),
-        ("rho", 0.0, "finite number above 0"),
-        ("ridge", float("inf"), "finite number above 0"),
-        ("square_density_square", 1.5, "number above 0 and at most 1"),
-        ("norm_floor", float("nan"), "finite number above 0"),
-        ("rounding", "floor", "choose one of 'reference', 'exact'"),
-        ("arithmetic", "fp8", "choose one of 'reference', 'clean'"),
+ABOVE, SHARE = "a finite number above 0", "a finite number above 0 and at most 1"
+OUT_OF_RANGE = {
+    "paper": [
+        ("outer_iterations", (3, True), "whole number of at least 4"),
+        ("inner_iterations", (0,), "whole number of at least 1"),
+        ("support_iterations", (6,), "whole number from 1 to 5"),
+        ("final_iterations", (-1,), "whole number of at least 0"),
+        ("rho", (0.0,), ABOVE),
+        ("ridge", (float("inf"),), ABOVE),
+        ("square_density_square", (1.5,), "number above 0 and at most 1"),
+        ("norm_floor", (float("nan"),), ABOVE),
+        ("rounding", ("floor",), "one of 'reference', 'exact'"),
+        ("arithmetic", ("fp8",), "one of 'reference', 'clean'"),
     ],
-)
-def test_settings_out_of_range(setting: str, value: object, message: str):
-    with pytest.raises(SpecError, match=f"{setting}={value!r}: (give|choose).*{message.split(' ', 1)[1]}"):
-        solve(WEIGHT, preset="paper", **{setting: value})
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "message"),
-    [
-        ("outer_iterations", 1, "give a whole number of at least 2"),
-        ("inner_iterations", 0, "give a whole number of at least 1"),
-        ("refine_rounds", -1, "give a whole number of at least 0"),
-        ("refine_steps", 0, "give a whole number of at least 1"),
-        ("seed", -1, "give a whole number of at least 0"),
-        ("rho_start", 0.0, "give a finite number above 0"),
-        ("rho_end", -0.5, "give a finite number above 0"),
-        ("ridge_end", 0, "give a finite number above 0"),
-        ("start_share", 1.01, "give a finite number above 0 and at most 1"),
-        ("square_share", 0.0, "give a finite number above 0 and at most 1"),
-        ("gram_from", -0.1, "give a finite number from 0 to 1"),
-        ("shrinkage", 1.5, "give a finite number from 0 to 1"),
-        ("shrinkage", "some", 'give a number, or "auto"'),
+    "best": [
+        ("outer_iterations", (1,), "whole number of at least 2"),
+        ("inner_iterations", (0,), "whole number of at least 1"),
+        ("refine_rounds", (-1,), "whole number of at least 0"),
+        ("refine_steps", (0,), "whole number of at least 1"),
+        ("seed", (-1,), "whole number of at least 0"),
+        ("rho_start", (0.0,), ABOVE),
+        ("rho_end", (-0.5,), ABOVE),
+        ("ridge_end", (0,), ABOVE),
+        ("start_share", (1.01,), SHARE),
+        ("square_share", (0.0,), SHARE),
+        ("gram_from", (-0.1,), "a finite number from 0 to 1"),
+        ("shrinkage", (1.5,), "a finite number from 0 to 1"),
+        ("shrinkage", ("some",), 'a number, or "auto"'),
     ],
-)
-def test_settings_of_the_annealed_solver_out_of_range(setting: str, value: object, message: str):
-    with pytest.raises(SpecError, match=f"^{setting}={value!r}: {message}"):
-        solve(WEIGHT, **{setting: value})
+}
+
+
+@pytest.mark.parametrize("preset", OUT_OF_RANGE)
+def test_settings_out_of_range(preset: str):
+    for setting, values, message in OUT_OF_RANGE[preset]:
+        for value in values:
+            with pytest.raises(SpecError, match=f"{setting}={value!r}: (give|choose) .*{message}"):
+                solve(WEIGHT, preset=preset, **{setting: value})
 
 
 def test_paper_values():

@@ -11,16 +11,13 @@ from swd_lens.solver.spec import resolve
 WEIGHT = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
 
 
-def test_unknown_names_list_the_nearest_and_all():
+def test_unknown_names_list_the_nearest_and_all_and_settings_of_others_say_whose_they_are():
     with pytest.raises(
         SpecError, match=r"no preset 'papr'; did you mean paper\? valid: best, deep, paper, pruned, quick, svd_pruned, thorough"
     ):
         solve(WEIGHT, preset="papr")
     with pytest.raises(SpecError, match=r"no setting 'outer_iteration'; did you mean outer_iterations.*valid: .*square_share"):
         solve(WEIGHT, outer_iteration=8)
-
-
-def test_a_setting_of_another_preset_says_whose_it_is():
     with pytest.raises(SpecError, match=r"preset 'best' has no setting 'rounding'.*; preset 'paper' has it"):
         solve(WEIGHT, rounding="exact")
     with pytest.raises(

@@ -8,20 +8,19 @@ from swd_lens.solver.metric import Metric
 from swd_lens.solver.spec import AnnealSpec
 from swd_lens.solver.start import is_product, owners, share_out, start, turned
 from swd_lens.truth.planted import Plant, planted
-from swd_lens.units.factors import Factors
-from tests.solver.matrices import gram_of, weight_of
+from tests.solver.matrices import assert_same_bits, gram_of, weight_of
 
 
-def assert_same_bits(one: Factors, other: Factors) -> None:
-    assert torch.equal(one.read, other.read) and torch.equal(one.write, other.write)
-
-
-def test_the_seed_deals_the_copies():
+def test_the_seed_deals_the_copies_and_budgets_are_shared_out():
     weight, gram = weight_of((20, 32)), gram_of(20)
     first, second = (solve(weight, gram, units="2x", seed=seed, outer_iterations=4) for seed in (0, 1))
     assert not torch.equal(first.read, second.read)
     one, other = (solve(weight, gram, seed=seed, outer_iterations=4) for seed in (0, 1))
     assert_same_bits(one, other)  # nothing to deal
+    read, write = start(weight_of((4, 9)), 4, Budget(6, 20), AnnealSpec())
+    for reads, shares in ((10, (10, 16)), (0, (4, 22)), (99, (16, 10))):
+        share_out(read, write, reads)
+        assert (read.budget, write.budget) == shares
 
 
 def test_units_start_as_coordinates_of_the_short_side_and_none_is_empty():
@@ -60,13 +59,6 @@ def test_a_rotated_start_ends_elsewhere_at_about_the_same_error():
     assert not torch.equal(one.read, other.read) and not torch.equal(one.read, plain.read)
     errors = [f.relative_frobenius(weight) for f in (plain, one, other)]
     assert max(errors) < 1.25 * min(errors)
-
-
-def test_budgets_are_shared_out_within_what_factors_hold():
-    read, write = start(weight_of((4, 9)), 4, Budget(6, 20), AnnealSpec())
-    for reads, shares in ((10, (10, 16)), (0, (4, 22)), (99, (16, 10))):
-        share_out(read, write, reads)
-        assert (read.budget, write.budget) == shares
 
 
 def test_products_of_sparse_factors_are_told_from_ordinary_matrices():

@@ -24,6 +24,7 @@ def test_by_hand():
     assert keep_exactly(magnitude, 3).tolist() == [[True, False, True], [True, False, False]]
     assert keep_above(magnitude, 3).tolist() == [[True, False, False], [False, False, False]]
     assert keep_above(magnitude, 5).tolist() == [[True, False, True], [True, False, True]]
+    assert bool(keep_above(magnitude, 7).all())  # more than there are
     assert keep_above(magnitude, 5, out=magnitude) is magnitude
     assert magnitude.tolist() == [[1.0, 0.0, 1.0], [1.0, 0.0, 1.0]]
 
@@ -37,13 +38,10 @@ def test_the_search_is_exact(shape: tuple[int, int], fraction: float):
     assert int(keep_exactly(magnitude, k).sum()) == k
 
 
-def test_columns_of_different_scale():
+def test_columns_of_different_scale_many_zeros_and_few_levels():
     magnitude = torch.rand(512, 1024, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 3, 1024)
     for k in (1, 1000, 262_144, 524_000):
         assert kth_largest(magnitude, k) == sorted_descending(magnitude)[k - 1]
-
-
-def test_many_zeros_and_few_levels():
     values = torch.randn(400, 400, generator=torch.Generator().manual_seed(3)).abs().half().float()
     values[values < 0.7] = 0.0
     for k in (10, 50_000, 120_000, 159_999):  # the last two lie inside the zeros
@@ -51,11 +49,6 @@ def test_many_zeros_and_few_levels():
         assert int(kept.sum()) == k
         assert values[kept].min() >= values[~kept].max()
         assert int(keep_above(values, k).sum()) == int((values > sorted_descending(values)[k - 1]).sum())
-
-
-def test_ties_are_filled_by_index():
-    kept = keep_exactly(torch.ones(3, 4), 5).flatten()
-    assert kept.tolist() == [True] * 5 + [False] * 7
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -70,13 +63,15 @@ def test_what_rounding_could_have_parted_ties(dtype: torch.dtype):
     assert keep_exactly(apart, 1).tolist() == [[False, True]] and int(first_largest(apart, 1)) == 1
 
 
-def test_keep_above_more_than_there_are_keeps_all():
-    assert bool(keep_above(torch.zeros(1, 1), 2).all())
-
-
-def test_the_estimate_is_exact_for_small_matrices_and_ignores_signs():
+def test_where_the_estimate_is_exact():
     values = torch.randn(100, 200, generator=torch.Generator().manual_seed(4))
     for k in (1, 77, 20_000):
+        assert kth_largest_estimate(values, k) == float(sorted_descending(values.abs())[k - 1])
+    large = torch.rand(400, 400, generator=torch.Generator().manual_seed(6)) + 1  # and within the values at both ends of others
+    assert all(1 <= kth_largest_estimate(large, k) <= 2 for k in (1, 400 * 400))
+    # A square factor of units that start as neurons: the diagonal, and little beside it.
+    values = torch.randn(512, 512, generator=torch.Generator().manual_seed(7)) + 9 * torch.eye(512)
+    for k in (1, 512, 2_000):
         assert kth_largest_estimate(values, k) == float(sorted_descending(values.abs())[k - 1])
 
 
@@ -90,19 +85,6 @@ def test_the_estimate_keeps_about_k(shape: tuple[int, int], share: float):
     # A quantile of 32,768 samples: one sigma is sqrt(share (1 - share) / 32,768) of the entries, .3 % at most; five.
     assert abs(kept - k) / values.numel() < 5 * math.sqrt(share * (1 - share) / 32_768)
     assert kept != k  # the sample's, not the matrix's: else the exact search was taken
-
-
-def test_the_estimate_is_exact_where_few_are_kept():
-    # A square factor of units that start as neurons: the diagonal, and little beside it.
-    values = torch.randn(512, 512, generator=torch.Generator().manual_seed(7)) + 9 * torch.eye(512)
-    for k in (1, 512, 2_000):
-        assert kth_largest_estimate(values, k) == float(sorted_descending(values.abs())[k - 1])
-
-
-@pytest.mark.parametrize("k", [1, 400 * 400])
-def test_the_estimate_at_the_ends(k: int):
-    magnitude = torch.rand(400, 400, generator=torch.Generator().manual_seed(6)) + 1
-    assert 1 <= kth_largest_estimate(magnitude, k) <= 2
 
 
 @pytest.mark.parametrize("k", [0, 7])
