@@ -1,16 +1,12 @@
 """Annotations of arrays in swd_lens are checked when tests call, at a fraction of what jaxtyping's own wrapper costs.
 
-jaxtyping's import hook (pyproject.toml) puts `jaxtyping.jaxtyped` on every function. That wrapper binds the arguments to the
-signature and has beartype check them twice, before the call and beside the result, so that its messages can say which of the two
-was wrong; it generates code for every function when its module is imported, and for a function within a function each time that
-one is made. Here the same checks are made once per call, and code is generated once per function, at its first call. An array
-that fits is seen to fit in two fifths of the time that jaxtyping takes; what does not fit, or has other axes than plain ones, is
-jaxtyping's to judge.
-Generators keep jaxtyping's wrapper, since beartype alone checks their arguments only when they first run.
+jaxtyping's import hook (pyproject.toml) puts `jaxtyping.jaxtyped` on every function. Its wrapper checks arguments twice, so that
+messages can say whether they or the result were wrong, and generates code for every function at its import. Here the same checks
+are made once per call, and code is generated at a function's first call. What does not fit, or has other axes than plain ones,
+is jaxtyping's to judge. Generators keep its wrapper, since beartype alone checks their arguments only when they first run.
 
-Checking all annotations on all calls takes half of the suite's time. So a function is checked if it takes or gives an array:
-shapes and dtypes are what pyright, which has read all the others, cannot see. Of its calls within one test the first `CALLS`
-are checked: the thousands that a loop makes after them say the same. With SWD_LENS_TYPES=all, as .ci/run has it, everything is
+Checking everything takes half of the suite's time. So a function is checked if it takes or gives an array (pyright has read all
+other annotations), and of its calls within one test the first `CALLS`. With SWD_LENS_TYPES=all, as .ci/run has it, everything is
 checked on every call.
 """
 

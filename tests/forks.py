@@ -34,11 +34,8 @@ class Died(Exception):
 
 
 class Child:
-    """A function at work in a fork of this process.
-
-    Args:
-        function: called in the child; what it returns must be picklable (of what it raises, classes and text are sent).
-    """
+    """A function at work in a fork of this process; what it returns must be picklable (of what it raises, classes and text are
+    sent)."""
 
     def __init__(self, function: Callable[[], Any]):
         sys.stdout.flush()
@@ -73,13 +70,7 @@ class Child:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, seconds: float) -> Any:
-        """What the function returned.
-
-        Raises:
-            Hang: not within the time.
-            Died: without an answer.
-            Raised: the function raised.
-        """
+        """What the function returned. Raises Hang: not within the time; Died: without an answer; Raised: the function raised."""
         end = time.monotonic() + seconds
         try:
             while True:
@@ -105,13 +96,7 @@ class Child:
 
 
 class Raised(Exception):
-    """What a child's function raised.
-
-    Attributes:
-        classes: of the exception, the most special first.
-        text: "Class: message".
-        trace: where it was raised.
-    """
+    """What a child's function raised: its classes, the most special first, "Class: message", and where."""
 
     def __init__(self, classes: tuple[type, ...], text: str, trace: str):
         super().__init__(text)
@@ -127,12 +112,8 @@ def run(function: Callable[[], Any], seconds: float = 120.0) -> Any:
 
 
 def run_forked(program: str, *arguments: object, before: Callable[[], object] = lambda: None, stdout: int | None = None):
-    """Run a program with these arguments, as `python -c` would; its return code, and what it wrote: at most some kilobytes.
-
-    Args:
-        before: called in the child at its start.
-        stdout: a file descriptor to write to; None: what is written is given back.
-    """
+    """Run a program with these arguments, as `python -c` would; its return code, and what it wrote (at most some kilobytes),
+    if not to a file descriptor `stdout`. `before` is called in the child at its start."""
     sys.stdout.flush()
     sys.stderr.flush()
     (out, to_out), (err, to_err) = os.pipe(), os.pipe()

@@ -22,19 +22,8 @@ W = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 def micro_model(*, gated_mlp: bool = False) -> HookedTransformer:
     """The model above; a gate's weights are zero."""
-    cfg = HookedTransformerConfig(
-        n_layers=1,
-        d_model=2,
-        n_heads=1,
-        d_head=2,
-        d_mlp=2,
-        n_ctx=8,
-        d_vocab=3,
-        act_fn="relu",
-        gated_mlp=gated_mlp,
-        normalization_type=None,
-        seed=0,
-    )
+    sizes = {"n_layers": 1, "d_model": 2, "n_heads": 1, "d_head": 2, "d_mlp": 2, "n_ctx": 8, "d_vocab": 3, "seed": 0}
+    cfg = HookedTransformerConfig(**sizes, act_fn="relu", gated_mlp=gated_mlp, normalization_type=None)
     model = HookedTransformer(cfg)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -57,17 +57,8 @@ def sources_hash(notebook: NotebookNode) -> str:
 
 
 def execute(notebook: NotebookNode) -> float:
-    """Run the cells in place, in an empty folder and without progress bars; an error of a cell is raised.
-
-    Args:
-        notebook: gets the outputs.
-
-    Returns:
-        Seconds of processor time. `refresh` prints them; no test asserts a time (a minute is meant for each, two for 04).
-
-    Raises:
-        AssertionError: a cell warned.
-    """
+    """Run the cells in place, in an empty folder and without progress bars; the seconds of processor time (a minute is meant for
+    each, two for 04). An error of a cell is raised, and AssertionError where one warned."""
     os.environ["TQDM_DISABLE"] = "1"
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in tests/conftest.py
     before = _processor_time()
@@ -82,11 +73,8 @@ def execute(notebook: NotebookNode) -> float:
 def run(notebook: NotebookNode) -> None:
     """Run the cells as `execute` does, without a kernel and without keeping outputs: IPython in a fork of this process.
 
-    Everything that this process has imported is there already; its torch has one thread.
-
-    Raises:
-        tests.forks.Raised: a cell failed, or an object could not show itself; with the cell and the traceback.
-        AssertionError: a cell warned.
+    Raises tests.forks.Raised, with the cell and the traceback: a cell failed, or an object could not show itself;
+    AssertionError: a cell warned.
     """
     with tempfile.TemporaryDirectory() as folder:
         _refuse_warnings(forks.run(partial(_run_cells, notebook, Path(folder)), _LONGEST))

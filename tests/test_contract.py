@@ -43,8 +43,13 @@ def cases():
 
 @pytest.mark.quick_cases(18)
 @pytest.mark.parametrize(("name", "sites"), cases())
-def test_output_is_the_sum_of_units_plus_bias(model, sources, name, sites):
+def test_output_is_the_sum_of_units_plus_bias_and_detach_restores_the_host_bit_for_bit(model, sources, name, sites):
     factors, tokens = sources(name, sites), random_tokens(2, 7)
+    with torch.no_grad():
+        logits = model(tokens)
+    hooks, modules = list(model.hook_dict.items()), list(model.mod_dict.items())
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    classes = [type(module) for module in model.modules()]
     inputs, outputs = {}, {}
     # Of a whole MLP these may be its two matrices.
     chosen, host = [site for one in factors for site in find_sites(model, one)], host_of(model)
@@ -55,6 +60,7 @@ def test_output_is_the_sum_of_units_plus_bias(model, sources, name, sites):
         host.outputs(chosen, lambda site, y: outputs.update({site.name: y})),
     ):
         _, cache = model.run_with_cache(tokens)
+        assert list(model.state_dict()) == list(state)
     for site in chosen:
         f, z = factors[site.name], cache[site.hook_name]
         taken = taken_by(f, model, site, inputs[site.name])
@@ -62,13 +68,19 @@ def test_output_is_the_sum_of_units_plus_bias(model, sources, name, sites):
         contributions = torch.einsum("bpu,uo->bpuo", z, path_of(f, model, site))  # one path per unit
         total = contributions.sum(2) + constant_of(f, model, site)
         torch.testing.assert_close(outputs[site.name], total, rtol=1e-4, atol=1e-4)
+    assert list(model.hook_dict.items()) == hooks  # same names, same order, same objects
+    assert list(model.mod_dict.items()) == modules and [type(module) for module in model.modules()] == classes
+    after = model.state_dict()
+    assert list(after) == list(state) and all(torch.equal(after[key], value) for key, value in state.items())
+    with torch.no_grad():
+        assert torch.equal(model(tokens), logits)
 
 
 @pytest.mark.quick_cases(18)
 @pytest.mark.parametrize(("name", "sites"), cases())
 def test_keep_all_is_the_identity_and_ablating_nothing_too(model, sources, name, sites):
     factors, tokens = sources(name, sites), random_tokens(3, 6)
-    scores = attribute(model, factors, random_split(), positions="all")
+    scores = attribute(model, factors, random_split(8), positions="all")
     with attach(model, factors), torch.no_grad():
         plain = model(tokens)
         kept = model.run_with_hooks(tokens, fwd_hooks=intervention_hooks(scores, scores.ranking(), "keep"))
@@ -90,27 +102,6 @@ def test_edges_are_the_nonzeros_of_read_and_write(model, sources, name, sites):
         assert f.valid_units.tolist() == both
 
 
-@pytest.mark.quick_cases(18)
-@pytest.mark.parametrize(("name", "sites"), cases())
-def test_detach_restores_the_host_bit_for_bit(model, sources, name, sites):
-    tokens = random_tokens(2, 7)
-    with torch.no_grad():
-        logits = model(tokens)
-    hooks, modules = list(model.hook_dict.items()), list(model.mod_dict.items())
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    classes = [type(module) for module in model.modules()]
-    with attach(model, sources(name, sites)):
-        assert list(model.state_dict()) == list(state)
-    assert list(model.hook_dict.items()) == hooks  # same names, same order, same objects
-    assert list(model.mod_dict.items()) == modules
-    assert [type(module) for module in model.modules()] == classes
-    after = model.state_dict()
-    assert list(after) == list(state)
-    assert all(torch.equal(after[key], value) for key, value in state.items())
-    with torch.no_grad():
-        assert torch.equal(model(tokens), logits)
-
-
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("sites", SITES)
 def test_exact_sources_compute_what_the_host_computes(model, sources, name, sites):
@@ -125,9 +116,9 @@ def test_exact_sources_compute_what_the_host_computes(model, sources, name, site
 @pytest.mark.quick_cases(18)
 @pytest.mark.parametrize(("name", "sites"), cases())
 def test_curves_end_at_the_unpruned_replacement(model, sources, name, sites):
-    factors, split = sources(name, sites), random_split()
+    factors, split = sources(name, sites), random_split(8)
     scores = attribute(model, factors, split)
-    curve = evaluate(model, factors, split, scores)
+    curve = evaluate(model, factors, split, scores, grid=[1], random_sets=0)  # and the empty circuit, and the whole set
     whole, empty = curve.rows.iloc[-1], curve.rows.iloc[0]
     assert whole["units"] == sum(f.n_units for f in factors.values())
     assert whole["edges"] == sum(int(f.edges_per_unit[f.valid_units].sum()) for f in factors.values())

@@ -7,12 +7,9 @@ import pytest
 from tests.forks import Child, Died, Hang, Raised, run
 
 
-def test_what_a_function_returns_comes_back():
+def test_what_a_function_returns_or_raises_comes_back():
     answer = b"a" * (1 << 20)  # more than a pipe holds
     assert run(lambda: answer) == answer
-
-
-def test_a_fault_comes_back_as_one():
     with pytest.raises(Raised, match="ValueError: no"):
         run(_refuse)
 

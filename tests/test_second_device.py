@@ -11,7 +11,7 @@ import torch
 
 import swd_lens as swd
 from tests.second_device import DEVICE, MixedDevicesError, SecondDevice, marked
-from tests.test_surroundings import CALLS, HOSTS, Kit, in_turns
+from tests.test_surroundings import CALLS, HOSTS, QUICK, Kit, in_turns
 
 # torch has no autocast for a device that is pretended; "load" makes a host of its own.
 ELSEWHERE = ("finetune under its own autocast", "load")
@@ -26,9 +26,7 @@ def moved(kind: str) -> Kit:
         with SecondDevice() as device:
             device.move(kit.model)
             kit.factors, kit.scores = kit.factorize(), kit.attribute()
-            kit.attention = swd.factorize(
-                kit.model, ["blocks.*.attn_qkv"], sparsity=0.5, preset="quick", outer_iterations=4, progress=False
-            )
+            kit.attention = swd.factorize(kit.model, ["blocks.*.attn_qkv"], sparsity=0.5, **QUICK)
     return kit
 
 

@@ -30,19 +30,14 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
 
 
-@pytest.mark.parametrize("page", sorted(PAGES.glob("how-to/*.md")), ids=lambda page: page.stem)
-def test_a_how_to_page_is_short(page):
-    assert len(page.read_text(encoding="utf-8").splitlines()) <= 120
-
-
-@pytest.mark.parametrize("page", sorted(PAGES.glob("measures/*.md")), ids=lambda page: page.stem)
-def test_a_measure_says_what_it_assumes_and_when_it_means_nothing(page):
-    text = page.read_text(encoding="utf-8")
+def test_a_how_to_page_is_short_and_a_measure_says_what_it_assumes_and_when_it_means_nothing():
+    for page in PAGES.glob("how-to/*.md"):
+        assert len(page.read_text(encoding="utf-8").splitlines()) <= 120, page
     parts = ("Definition.", "Where.", "It assumes.", "It means nothing where", "Hold it against", "Source.")
-    assert page.stem == "index" or all(f"**{part}**" in text for part in parts)
+    for page in PAGES.glob("measures/*.md"):
+        text = page.read_text(encoding="utf-8")
+        assert page.stem == "index" or all(f"**{part}**" in text for part in parts), page
 
-
-# ---------------------------------------------------------------------------------------------- pages made by site.py
 
 MKDOCS = {"config.defaults": ["MkDocsConfig"], "exceptions": ["PluginError"], "structure.files": ["File", "Files"]}
 
@@ -82,9 +77,8 @@ def site_spaces() -> list[str]:
     return [name for name in swd.__all__ if isinstance(getattr(swd, name), ModuleType)]
 
 
-@pytest.mark.parametrize(
-    ("code", "missing"),
-    [
+def test_an_array_without_a_shape_is_found(site):
+    for code, missing in (
         ("def f(x: Tensor):\n    'Takes x.'", ["f: x: Tensor"]),
         ("def f(x: Tensor | None = None):\n    'Takes x, (rows, pos) ids.'", []),
         ("def f(x: Float[Tensor, 'a b']):\n    'Takes x.'", []),
@@ -92,28 +86,23 @@ def site_spaces() -> list[str]:
         ("def f() -> dict[str, Tensor]:\n    'Site -> (unit,) ranks.'", []),
         ("class C:\n    'Holds z.'\n    z: Tensor\n    def m(self, y: Tensor): 'Adds.'", ["C: z: Tensor", "C.m: y: Tensor"]),
         ("class C:\n    'Holds z, (batch, pos, unit).'\n    z: Tensor\n    _y: Tensor", []),
-    ],
-)
-def test_an_array_without_a_shape_is_found(site, code, missing):
-    [node] = ast.parse(code).body
-    found = site.shapes_missing(node)
-    assert found == missing
+    ):
+        [node] = ast.parse(code).body
+        found = site.shapes_missing(node)
+        assert found == missing
 
 
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
+def test_a_docstring_that_lacks_something_ends_the_build(site, tmp_path, monkeypatch):
+    for code, message in (
         ("def f(): pass", "has no docstring"),
         ("def f():\n    'Refuses (ours).'\n    raise ValueError", "no 'Raises:'"),
         ("def f(x: Tensor):\n    'Takes x (ours).'", "no shape is given of f: x: Tensor"),
         ("def f():\n    'Does it.'", "does not say whose method it is"),
-    ],
-)
-def test_a_docstring_that_lacks_something_ends_the_build(site, code, message, tmp_path, monkeypatch):
-    (tmp_path / "made.py").write_text(code)
-    monkeypatch.setattr(site, "source_of", lambda home: tmp_path / "made.py")
-    with pytest.raises(Exception, match=message):
-        site.require_documented("made", "f")
+    ):
+        (tmp_path / "made.py").write_text(code)
+        monkeypatch.setattr(site, "source_of", lambda home: tmp_path / "made.py")
+        with pytest.raises(Exception, match=message):
+            site.require_documented("made", "f")
 
 
 def test_a_notebook_becomes_a_page_with_its_outputs(site):

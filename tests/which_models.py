@@ -50,13 +50,9 @@ The rows are of transformer_lens 3.9; on 4.3 the bridges of Cohere, Cohere2 and 
 class Tried:
     """One architecture.
 
-    Attributes:
-        refused: the error's first words; None where the host is there.
-        logits, exact: largest differences, relative to the largest logit: bridge to transformers, exact factors to the bridge.
-        kinds: of the sites, experts' together; left: what holds matrices and is no site.
-        share: of the entries of the blocks' matrices; full_share: of those of a model of the default configuration,
-            None where there is none.
-        restored: to the bit.
+    `logits` and `exact` are largest differences, relative to the largest logit (bridge to transformers, exact factors to the
+    bridge), `kinds` those of the sites, experts' together, `left` what holds matrices and is no site, `share` that of the entries
+    of the blocks' matrices, `full_share` the same of a model of the default configuration, if there is one.
     """
 
     name: str

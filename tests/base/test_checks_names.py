@@ -20,15 +20,12 @@ def test_a_folder_is_no_file_of_ours_and_leads_nowhere_else(name):
         require_names("task", ["ioi", name])
 
 
-def test_names_are_whole_and_differ_by_more_than_capitals():
+def test_names_are_whole_and_differ_by_more_than_capitals_and_the_list_has_what_rooms_look_for():
     require_names("task", ["ioi", "run", "my words", "graph-metadata", "factors-2", "ioi.json"])
     with pytest.raises(ValueError, match=r"slug 'run': a file or folder 'run\.json' has a meaning"):
         require_names("slug", ["run"], ".json")
     with pytest.raises(ValueError, match="task 'IOI' and 'ioi' would be the same"):
         require_names("task", ["ioi", "IOI"])
-
-
-def test_the_list_has_what_every_room_looks_for():
     names = {FOLDER, CALL, checkpoint._SHARDS, goal._TRIALS, made.SOURCE, best.FILE, best.CANDIDATES, best.REFINED}
     names |= {replacement.FACTORS, replacement.FINETUNED, replacement.NUMBERS}
     names |= {replacement.SAMPLES, run_file.NAME, result.RESULT, folder.RUN, folder.LOG, folder.CHECKPOINT}

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from swd_lens.base.figures import DIVERGING, SEQUENTIAL, heatmap, line_figure, literal, new_figure, svg
+from swd_lens.base.figures import DIVERGING, SEQUENTIAL, heatmap, line_figure, new_figure, svg
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -20,16 +20,8 @@ def test_heatmap_colours(signed: bool):
     assert drawn[1, 1] == pytest.approx((0x88 / 255,) * 3 + (0x40 / 255,))  # undefined is grey
     text = svg(figure)
     assert "logits" in text and "$b$" in text  # no formula was made of it
-
-
-def test_an_empty_map_has_a_scale():
-    _, axes = new_figure()
-    image = heatmap(axes[0, 0], np.full((2, 2), np.nan), label="none")
-    assert image.get_clim() == (0.0, 1.0)
-
-
-def test_literal():
-    assert literal("$x$") == r"\$x\$"
+    nothing = heatmap(axes[0, 0], np.full((2, 2), np.nan), label="none")
+    assert nothing.get_clim() == (0.0, 1.0)
 
 
 def test_the_columns_of_a_table_become_curves_over_its_index():

@@ -27,7 +27,7 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_writes_stays(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
-def test_a_writer_of_another_container_lives(tmp_path, monkeypatch):
+def test_a_writer_of_another_container_or_with_a_clock_that_is_stepped_lives(tmp_path, monkeypatch):
     """One folder, and process numbers and host names of its own: none of these numbers lives here."""
     with monkeypatch.context() as container:
         container.setattr(os, "getpid", lambda: 2**22 + 1)
@@ -38,10 +38,6 @@ def test_a_writer_of_another_container_lives(tmp_path, monkeypatch):
     assert temporary.exists()
     living.__exit__(None, None, None)
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
-
-
-def test_a_clock_that_is_stepped_makes_nobody_dead(tmp_path):
-    """Or one of a file server that is behind: the workplace is older than its process."""
     with atomic(tmp_path / "x.json") as temporary:
         for path in (temporary, *temporary.parents[:2]):
             os.utime(path, (1, 1))
@@ -77,7 +73,7 @@ def test_a_forked_child_that_leaves_the_block_removes_nothing_of_its_parent(tmp_
 def test_without_locks_one_file_is_written_and_nobody_is_taken_for_dead(tmp_path, monkeypatch, code):
     dead = left_by_a_killed_process(tmp_path / "z.json")
     with monkeypatch.context() as disk, atomic(tmp_path / "x.json") as temporary:
-        disk.setattr(fcntl, "flock", _failing(code))
+        disk.setattr(fcntl, "flock", failing(code))
         with atomic(tmp_path / "y.json") as other:
             remove_remains(tmp_path)
             disk.undo()
@@ -86,14 +82,11 @@ def test_without_locks_one_file_is_written_and_nobody_is_taken_for_dead(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.json", "y.json"]
 
 
-def _failing(code):
+def failing(code):
     def flock(*_):
         raise OSError(code, os.strerror(code))
 
     return flock
-
-
-# ---------------------------------------------------------------------------------------------- names and links
 
 
 def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path):

@@ -2,19 +2,10 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from swd_lens.base.fingerprints import host_fingerprint, splits_fingerprint, tokens_fingerprint
 from tests.micro import micro_model, split_of
-
-SPLIT = split_of([[0], [1]], [[1], [1]], [[0], [0]], d_vocab=3)
-
-
-def test_tokens_differ_by_shape_and_ids_alone():
-    rows = torch.tensor([[1, 2], [3, 4]])
-    assert tokens_fingerprint(rows) == tokens_fingerprint(rows.int())
-    assert len({tokens_fingerprint(each) for each in (rows, rows.flatten()[None], rows + 1)}) == 3
 
 
 def test_a_host_differs_by_a_weight_and_by_a_setting():
@@ -28,10 +19,12 @@ def test_a_host_differs_by_a_weight_and_by_a_setting():
     assert len({before, changed, host_fingerprint(other, other.cfg)}) == 3
 
 
-@pytest.mark.parametrize(
-    "change", [{"tokens": (torch.tensor([2]), torch.tensor([1]))}, {"answer_ids": ((2,), (1,))}, {"name": "b"}]
-)
-def test_prompts_differ_by_tokens_answers_and_name(change):
-    assert splits_fingerprint([SPLIT]) == splits_fingerprint([replace(SPLIT)])
-    assert splits_fingerprint([SPLIT]) != splits_fingerprint([replace(SPLIT, **change)])
-    assert splits_fingerprint([SPLIT, SPLIT]) != splits_fingerprint([SPLIT])
+def test_tokens_differ_by_shape_and_ids_alone_and_prompts_by_tokens_answers_and_name():
+    rows = torch.tensor([[1, 2], [3, 4]])
+    assert tokens_fingerprint(rows) == tokens_fingerprint(rows.int())
+    assert len({tokens_fingerprint(each) for each in (rows, rows.flatten()[None], rows + 1)}) == 3
+    split = split_of([[0], [1]], [[1], [1]], [[0], [0]], d_vocab=3)
+    changes = {"tokens": (torch.tensor([2]), torch.tensor([1]))}, {"answer_ids": ((2,), (1,))}, {"name": "b"}
+    others = [[split], [split, split], *([replace(split, **change)] for change in changes)]
+    assert splits_fingerprint([split]) == splits_fingerprint([replace(split)])
+    assert len({splits_fingerprint(each) for each in others}) == 5

@@ -57,9 +57,10 @@ def short_waits(monkeypatch):
 @pytest.mark.parametrize("kind", [Model, Wrapping])
 def test_a_held_host_is_refused_to_forwards_of_other_threads(kind):
     model = kind()
-    before = dict(model.__dict__)
+    before, plain = dict(model.__dict__), inspect.signature(model.forward)
     with Undo() as undo:
         hold(model, "attach", undo.push)
+        assert isinstance(model.__dict__["forward"], Guard) and inspect.signature(model.forward) == plain
         assert model(1) == 2 and model.forward(1) == 2
         uses = [lambda: model(1), lambda: model.forward(1), lambda: model.add_hook(len)]
         if kind is Wrapping:
@@ -132,14 +133,6 @@ def test_what_stood_in_the_host_itself_is_kept_beneath_a_guard():
     assert model(1) == 2
 
 
-def test_a_guard_shows_the_arguments_of_the_method():
-    model = Model()
-    plain = inspect.signature(model.forward)
-    with Undo() as undo:
-        hold(model, "attach", undo.push)
-        assert isinstance(model.__dict__["forward"], Guard) and inspect.signature(model.forward) == plain
-
-
 def test_copies_of_a_held_host_are_free():
     model = nn.Linear(2, 2)
     with Undo() as undo:
@@ -155,12 +148,3 @@ def test_copies_of_a_held_host_are_free():
                 hold(other, "attach", own.push)
                 assert isinstance(in_a_thread(lambda other=other: other(x)), HostInUseError)
             assert "forward" not in other.__dict__  # the guard that was copied is gone with the others
-
-
-def test_a_thread_that_has_ended_holds_nothing():
-    model, undo = Model(), Undo()
-    in_a_thread(lambda: hold(model, "attach", undo.push))
-    assert model(1) == 2
-    hold(model, "attach", undo.push)
-    undo.run()
-    assert "forward" not in model.__dict__

@@ -4,10 +4,13 @@ import traceback
 from typing import Any
 
 import pytest
-import torch
 
 import swd_lens as swd
+from swd_lens import solver
+from swd_lens.base import surroundings
 from swd_lens.base.interrupted import TRACEBACK, reached, says_when_interrupted
+from swd_lens.study import paper
+from swd_lens.train.folder import TrainingFolder
 from tests.micro import random_tokens, toy_model
 
 SITES = ["blocks.0.mlp_in", "blocks.0.mlp_out", "blocks.1.mlp_out"]
@@ -52,15 +55,13 @@ def test_the_outermost_call_speaks():
     assert "␛" in str(stopped(lambda: inner("runs/\x1b[31m")))
 
 
-def test_the_caller_s_lines_are_shown_alone_unless_all_is_asked_for(monkeypatch):
+def test_the_caller_s_lines_are_shown_alone_and_other_errors_are_left_alone(monkeypatch):
     shown = [frame.filename for frame in traceback.extract_tb(stopped(outer).__traceback__)]
     # Where it was called, and the mark.
     assert len([file for file in shown if not file.endswith("checked_types.py")]) == 2
     monkeypatch.setenv(TRACEBACK, "1")
     assert [frame.name for frame in traceback.extract_tb(stopped(outer).__traceback__)][-1] == "inner"
 
-
-def test_other_errors_are_left_alone():
     @says_when_interrupted
     def fails() -> None:
         raise ValueError("wrong")
@@ -71,13 +72,8 @@ def test_other_errors_are_left_alone():
     assert str(stopped(elsewhere)).startswith("elsewhere was interrupted;")
 
 
-def test_factorize_says_what_is_finished_and_the_same_call_goes_on(tmp_path, monkeypatch):
-    model, tokens = toy_model(), random_tokens(8, 20)
-
-    def call(**how: Any) -> Any:
-        return swd.factorize(model, SITES, sparsity=0.5, tokens=tokens, preset="quick", progress=False, **how)
-
-    solved = []
+def test_factorize_says_what_is_finished(tmp_path, monkeypatch):
+    solved, plain = [], solver.solve
 
     def solve(*args: Any, **how: Any) -> Any:
         solved.append(1)
@@ -85,24 +81,15 @@ def test_factorize_says_what_is_finished_and_the_same_call_goes_on(tmp_path, mon
             raise KeyboardInterrupt
         return plain(*args, **how)
 
-    from swd_lens import solver as module
-
-    plain = module.solve
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "solve", solve)
-        stop = stopped(lambda: call(out=tmp_path))
+    monkeypatch.setattr(solver, "solve", solve)
+    how = {"sparsity": 0.5, "tokens": random_tokens(8, 20), "outer_iterations": 2, "progress": False, "out": tmp_path}
+    stop = stopped(lambda: swd.factorize(toy_model(), SITES, **how))
     kept = f"what is finished is kept in {tmp_path}, and the same call goes on from there"
     assert str(stop) == f"factorize was interrupted, 2 of 3 matrices finished; {kept}"
     assert "solve" not in {frame.name for frame in traceback.extract_tb(stop.__traceback__)}
-    on, whole = call(out=tmp_path), call()
-    assert all(torch.equal(on[site].read, whole[site].read) for site in SITES)
 
 
 def test_a_training_says_the_step_of_its_checkpoint(tmp_path, monkeypatch):
-    model = toy_model()
-    how = {"n_tokens": 200, "tokens_per_step": 50, "progress": False, "checkpoint_every": 1, "out": tmp_path}
-    from swd_lens.train.folder import TrainingFolder
-
     save = TrainingFolder.save
 
     def saving(self: Any, tensors: Any, state: Any) -> None:
@@ -110,30 +97,21 @@ def test_a_training_says_the_step_of_its_checkpoint(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         save(self, tensors, state)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(TrainingFolder, "save", saving)
-        stop = stopped(lambda: swd.baselines.transcoder(model, SITES[1], random_tokens(24, 10), **how))
+    monkeypatch.setattr(TrainingFolder, "save", saving)
+    how = {"n_tokens": 200, "tokens_per_step": 50, "progress": False, "checkpoint_every": 1, "out": tmp_path}
+    stop = stopped(lambda: swd.baselines.transcoder(toy_model(), SITES[1], random_tokens(24, 10), **how))
     assert str(stop).startswith("transcoder was interrupted behind step 2 of 4; what is finished is kept in")
-    swd.baselines.transcoder(model, SITES[1], random_tokens(24, 10), **how)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("factorize", "allocate", "finetune", "run_study", "replace_model", "data_efficiency", "sweep", "best_circuit"),
-        *(f"baselines.{name}" for name in ("transcoder", "vpd_recon", "vpd_kl", "sparse_pretrain")),
-        "paper.run_items",
-    ],
-)
-def test_every_long_call_is_marked(name, monkeypatch):
+def test_every_long_call_is_marked(monkeypatch):
     """Whoever is interrupted at once, too: in the check of the arguments."""
-    from swd_lens.base import surroundings
-    from swd_lens.study import paper
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(surroundings, "check_arguments", interrupted)
-    *path, last = name.split(".")
-    home: Any = paper if path == ["paper"] else getattr(swd, path[0]) if path else swd
-    assert str(stopped(lambda: getattr(home, last)())).startswith(f"{last} was interrupted; nothing of it is kept")
+    names = ["factorize", "allocate", "finetune", "run_study", "replace_model", "data_efficiency", "sweep", "best_circuit"]
+    calls = [getattr(swd, name) for name in names] + [paper.run_items]
+    calls += [getattr(swd.baselines, name) for name in ("transcoder", "vpd_recon", "vpd_kl", "sparse_pretrain")]
+    for call in calls:
+        assert str(stopped(call)).startswith(f"{call.__name__} was interrupted; nothing of it is kept")

@@ -1,5 +1,6 @@
 """Ctrl-C where it would part what belongs together: it waits a moment, and comes exactly once."""
 
+import gc
 import signal
 import threading
 import time
@@ -19,6 +20,9 @@ HANDLER = signal.default_int_handler
 
 @pytest.fixture(autouse=True)
 def the_callers_handler():
+    gc.collect()  # hosts that earlier tests dropped with their units
+    with Undo() as undo:
+        hold_back_interrupts(undo.push)
     assert signal.getsignal(signal.SIGINT) is HANDLER
     yield
     assert signal.getsignal(signal.SIGINT) is HANDLER
@@ -55,10 +59,7 @@ def test_an_interrupt_that_still_waits_comes_when_the_handler_goes():
         undo.push(lambda: two_steps(done))
     assert done == ["first", "second"] and not undo
     time.sleep(5 * interrupts._AGAIN)  # and not once more
-
-
-def test_elsewhere_it_comes_at_once():
-    with Undo() as undo:
+    with Undo() as undo:  # elsewhere it comes at once
         hold_back_interrupts(undo.push)
         with pytest.raises(KeyboardInterrupt):
             ctrl_c()
@@ -120,7 +121,7 @@ def test_nothing_waits_for_ever(monkeypatch):
             endless()
 
 
-def test_the_callers_own_handler_is_asked_and_given_back():
+def test_the_callers_own_handler_is_asked_and_one_that_was_set_meanwhile_stays():
     seen = []
 
     def own(number, frame):
@@ -139,9 +140,6 @@ def test_the_callers_own_handler_is_asked_and_given_back():
             assert not undo and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, HANDLER)
-
-
-def test_a_handler_that_was_set_meanwhile_stays_and_ours_hands_on():
     seen, undo = [], Undo()
     hold_back_interrupts(undo.push)
     ours = signal.getsignal(signal.SIGINT)
@@ -168,11 +166,8 @@ def test_other_threads_leave_the_handler_alone():
     with Undo() as undo:
         hold_back_interrupts(undo.push)
     assert threading.current_thread() is threading.main_thread()
-
-
-def test_who_is_gone_wants_nothing():
     undo = Undo()
     hold_back_interrupts(undo.push)
-    del undo  # a host that was dropped with its units
+    del undo  # a host that was dropped with its units wants nothing
     with Undo() as undo:
         hold_back_interrupts(undo.push)

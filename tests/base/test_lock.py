@@ -13,6 +13,7 @@ import pytest
 
 from swd_lens.base.errors import FolderInUseError
 from swd_lens.base.writer import HOLDER, LOCK, writing, writing_file
+from tests.base.test_files import failing
 from tests.forks import run
 
 FORK = """
@@ -60,24 +61,18 @@ def test_the_lock_of_a_killed_process_is_free_while_a_child_of_it_lives(tmp_path
 def no_locks(request, monkeypatch):
     """Every flock fails; the reason, in words."""
 
-    def flock(*_):
-        raise OSError(request.param, os.strerror(request.param))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", failing(request.param))
     return os.strerror(request.param)
 
 
-def test_a_folder_that_cannot_be_locked_is_refused_before_anything_is_made(tmp_path, no_locks):
+def test_a_folder_that_cannot_be_locked_is_refused_before_anything_is_made(tmp_path, no_locks, monkeypatch):
     told = rf"out cannot be locked \({no_locks}\).*Give a folder on a local disk; or, .* set SWD_LENS_LOCK=0"
     for hold in (lambda: writing(tmp_path / "out", "x"), lambda: writing_file(tmp_path / "out" / "x.json", "x")):
         with pytest.raises(OSError, match=told) as refusal, hold():
             pass
         assert refusal.value.errno and os.strerror(refusal.value.errno) == no_locks
     assert not list(tmp_path.iterdir())
-
-
-def test_a_lock_that_fails_only_then_is_refused_by_name(tmp_path, no_locks, monkeypatch):
-    monkeypatch.setattr("swd_lens.base.writer.require_writable", lambda *_: None)
+    monkeypatch.setattr("swd_lens.base.writer.require_writable", lambda *_: None)  # it fails only when it is held
     with pytest.raises(OSError, match=rf"out cannot be locked \({no_locks}\)"), writing(tmp_path / "out", "x"):
         pass
 

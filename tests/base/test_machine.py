@@ -1,7 +1,6 @@
 """The allocator keeps what is freed, up to a bound (in processes of their own: it is a process's setting); want of memory."""
 
 import errno
-import math
 import subprocess
 import sys
 
@@ -45,9 +44,8 @@ def test_what_is_freed_is_kept_up_to_a_bound():
         assert freed / n_bytes == pytest.approx(share, abs=0.05), (how, n_bytes)
 
 
-@pytest.mark.parametrize(
-    ("error", "is_memory"),
-    [
+def test_want_of_memory_is_told_from_other_errors():
+    for error, is_memory in (
         (MemoryError(), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"), True),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 12 bytes."), True),
@@ -57,28 +55,24 @@ def test_what_is_freed_is_kept_up_to_a_bound():
         (OSError(errno.ENOENT, "No such file"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("a prompt about memory: out of memory"), False),
-    ],
-)
-def test_want_of_memory_is_told_from_other_errors(error, is_memory):
-    assert is_out_of_memory(error) is is_memory
-    try:
+    ):
+        assert is_out_of_memory(error) is is_memory
         try:
-            raise error
-        except Exception as cause:
-            raise ValueError("the coder fails") from cause
-    except ValueError as wrapped:
-        assert is_out_of_memory(wrapped) is is_memory
+            try:
+                raise error
+            except Exception as cause:
+                raise ValueError("the coder fails") from cause
+        except ValueError as wrapped:
+            assert is_out_of_memory(wrapped) is is_memory
 
 
-def test_an_allocation_that_fails_is_known_as_one():
+def test_memory_and_speed_are_believable_and_a_failed_allocation_is_known_as_one():
+    here = swd_lens.base.machine.available_bytes(torch.device("cpu"))
+    assert here is not None and 10**7 < here < 10**14
+    assert 1e8 < swd_lens.base.machine.product_speed(torch.device("cpu")) < 1e15
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**61, dtype=torch.uint8)
     assert is_out_of_memory(raised.value)
-
-
-def test_available_memory_is_believable():
-    here = swd_lens.base.machine.available_bytes(torch.device("cpu"))
-    assert here is not None and 10**7 < here < 10**14
 
 
 def test_a_container_limit_counts(tmp_path, monkeypatch):
@@ -90,8 +84,3 @@ def test_a_container_limit_counts(tmp_path, monkeypatch):
     assert swd_lens.base.machine._container_bytes(tmp_path / "nowhere") is None
     monkeypatch.setattr(swd_lens.base.machine, "_container_bytes", lambda: 12_345)
     assert swd_lens.base.machine.available_bytes(torch.device("cpu")) == 12_345
-
-
-def test_the_measured_speed_is_believable():
-    speed = swd_lens.base.machine.product_speed(torch.device("cpu"))
-    assert math.isfinite(speed) and 1e8 < speed < 1e15

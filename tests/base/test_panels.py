@@ -32,16 +32,13 @@ def test_tokens_and_names_stay_text():
     assert "<b>0" not in outside and "<i>" not in outside and "<!--" not in panel.html
 
 
-def test_data_is_what_was_given():
+def test_data_is_what_was_given_and_the_strongest_entries_are_said():
     pattern = torch.softmax(torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0)).tril(), -1).tril()
     got = props(attention_heads(TOKENS, pattern))
     torch.testing.assert_close(torch.tensor(got["attention"]), pattern, atol=5.1e-5, rtol=0)
     assert got["maskUpperTri"] and got["maxValue"] == pytest.approx(float(pattern.max()))
     both_ways = props(attention_heads(TOKENS, PATTERN.flip(1)))
     assert not both_ways["maskUpperTri"]
-
-
-def test_strongest_entries_are_said():
     signed = torch.zeros(1, 6, 6)
     signed[0, 4, 0], signed[0, 5, 4] = -0.75, 0.5
     html = attention_heads(TOKENS, signed, names=["L1H2"], strongest=2).html
@@ -64,20 +61,13 @@ def test_the_library_is_whole_and_closed():
     assert script.endswith("</script>")
     assert len(script) < 1.5e6 and "sourceMappingURL" not in script
     assert attention_heads(TOKENS, PATTERN)._repr_html_().startswith(script)
-
-
-def test_a_page_may_have_panels_drawn_later():
+    # On a page it may be drawn later.
     assert " data-drawn " not in attention_heads(TOKENS, PATTERN).html
     assert attention_heads(TOKENS, PATTERN, later=True).html.startswith("<div data-drawn data-swd-panel=")
 
 
-def test_every_token_can_be_seen():
-    assert [visible_token(t) for t in ("a", " a ", "\t", "\r\n", "\u202e", "")] == ["a", "·a·", "⇥", "␍↵", "⟨U+202E⟩", "∅"]
-
-
-@pytest.mark.parametrize(
-    ("raw", "alone", "running"),
-    [
+def test_tokens_show_what_is_invisible():
+    for raw, alone, running in (
         (" Mary", "·Mary", " Mary"),
         ("Mary", "Mary", "Mary"),
         (" ", "·", "·"),
@@ -88,27 +78,23 @@ def test_every_token_can_be_seen():
         ("\u0301", "\u0301", "\u0301"),
         ("é漢", "é漢", "é漢"),
         ("", "∅", "∅"),
-    ],
-)
-def test_tokens_show_what_is_invisible(raw: str, alone: str, running: str) -> None:
-    assert (visible_token(raw), "".join(running_token(raw))) == (alone, running)
+        (" a ", "·a·", " a·"),
+        ("\t", "⇥", "⇥"),
+        ("\r\n", "␍↵", "␍↵"),
+        ("\u202e", "⟨U+202E⟩", "⟨U+202E⟩"),
+    ):
+        assert (visible_token(raw), "".join(running_token(raw))) == (alone, running)
 
 
-def test_text_is_seen_as_it_is_and_nothing_turns_it():
+def test_text_is_seen_as_it_is_in_errors_cards_figures_and_reprs_too():
     odd = "a b\x1b[31m\x00\u202e\u2066\ud83d\x7f\x9b\t"
     assert visible(odd) == "a b␛[31m␀⟨U+202E⟩⟨U+2066⟩⟨U+D83D⟩␡⟨U+009B⟩⇥" == visible(visible(odd))
     assert visible("naïve 漢 😀") == "naïve 漢 😀" and visible("a\r\nb") == "a␍↵b"
     assert visible_lines("a\x1b\nb\u2028") == "a␛\nb⟨U+2028⟩"
-
-
-def test_errors_and_cards_and_figures_show_what_is_invisible():
     assert "x␛⟨U+202E⟩" in str(UnknownSiteError("no such site; nearest: x\x1b\u202e"))
     shown = card("t\x1b", "p\x00", pd.DataFrame({"c\x1b": ["v\u202e"]}))
     assert all(text in shown for text in ("t␛", "p␀", "c␛", "v⟨U+202E⟩")) and "\x1b" not in shown
     assert literal("$\x00") == r"\$␀"
-
-
-def test_every_repr_of_names_shows_what_is_invisible():
     odd = "x\x1b[31m\x00\u202e"
     f = Factors(torch.eye(2), torch.eye(2), {}, {"site": odd})
     scores = UnitScores({"blocks.0.mlp_out": torch.ones(2)}, {}, {"task": odd})

@@ -11,6 +11,7 @@ import pytest
 import swd_lens as swd
 from swd_lens.base import progress
 from swd_lens.base.progress import Lines, Steps, duration, tqdm
+from tests.micro import toy_model
 
 
 class Terminal(io.StringIO):
@@ -27,22 +28,17 @@ def clock(monkeypatch):
     return now
 
 
-def test_a_terminal_gets_bars_and_a_log_lines(monkeypatch):
+def test_terminals_and_notebooks_get_bars_and_logs_lines(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert list(tqdm(range(3), desc="walk")) == [0, 1, 2]
     assert "walk" in sys.stderr.getvalue() and "\r" in sys.stderr.getvalue()
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert isinstance(tqdm(range(3)), Lines) and list(tqdm(range(3), disable=True)) == [0, 1, 2]
     assert sys.stderr.getvalue() == ""
-
-
-def test_a_notebook_gets_bars_and_a_log_of_a_process_that_imported_ipykernel_lines(monkeypatch):
     IPython = pytest.importorskip("IPython")
     pytest.importorskip("ipykernel")
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert isinstance(tqdm(range(3)), Lines)
-    terminal, kernel = {}, {"IPKernelApp": {}}
-    for config, lines in ((terminal, True), (kernel, False)):
+    for config, lines in (({}, True), ({"IPKernelApp": {}}, False)):
         monkeypatch.setattr(IPython, "get_ipython", lambda config=config: SimpleNamespace(config=config))
         assert isinstance(tqdm(range(0)), Lines) == lines
 
@@ -55,14 +51,7 @@ def test_a_line_every_half_minute_with_what_is_left(clock, capsys):
         "    fidelity 6/10 batch, 1:12 min so far, about 48 s left",
         "    fidelity 9/10 batch, 1:48 min so far, about 12 s left",
     ]
-
-
-def test_a_step_that_begins_is_said_where_a_line_is_due(clock, capsys):
-    with Lines(desc="search", total=8, unit="step") as bar:
-        bar.set_postfix_str("exact units")
-        clock[0] += 40.0
-        bar.set_postfix_str("SWD s=0.5")
-    assert capsys.readouterr().err.splitlines() == ["    search 0/8 step: SWD s=0.5, 40 s so far"]
+    assert [duration(s) for s in (0, 59.4, 60, 185, 3599, 7800)] == ["0 s", "59 s", "1:00 min", "3:05 min", "59:59 min", "2:10 h"]
 
 
 def test_a_line_says_where_the_loops_around_are(clock, capsys):
@@ -81,31 +70,37 @@ def test_a_line_says_where_the_loops_around_are(clock, capsys):
         "    compare 1/2 replacement > factorize 75%: loss=1.5, 1:20 min so far",
         "    short loops in a long one 1/2 step > short 1/3 it, 32 s so far, about 16 s left",
     ]
+    for _ in Lines(range(10)):  # one that ends early is forgotten
+        break
+    with pytest.raises(KeyError), Lines(range(10)):
+        raise KeyError
     assert not progress._open
 
 
-def test_nothing_is_reckoned_without_a_total_or_a_rate(clock, capsys):
+def test_short_loops_say_nothing_and_nothing_is_reckoned_without_a_total_or_a_rate(clock, capsys):
+    assert list(Lines(range(1000), desc="short")) == list(range(1000))  # says nothing
     with Lines(desc="pairs", unit="unit", initial=5, total=9) as resumed, Lines(desc="rows", unit="row") as endless:
         clock[0] += 40.0
         resumed.update(0)
         clock[0] += 40.0
         endless.update(7)
+    with Lines(desc="search", total=8, unit="step") as bar:  # a step that begins is said where a line is due
+        bar.set_postfix_str("exact units")
+        clock[0] += 40.0
+        bar.set_postfix_str("SWD s=0.5")
+    with Lines(desc="pairs", unit="pair", total=2) as bar:  # begins again
+        clock[0] += 40.0
+        bar.update(1)
+        bar.reset(8)
+        clock[0] += 40.0
+        bar.update(2)
     assert capsys.readouterr().err.splitlines() == [
         "    pairs 5/9 unit, 40 s so far",
         "    pairs 5/9 unit > rows 7 row, 1:20 min so far",
+        "    search 0/8 step: SWD s=0.5, 40 s so far",
+        "    pairs 1/2 pair, 40 s so far, about 40 s left",
+        "    pairs 2/8 pair, 40 s so far, about 2:00 min left",
     ]
-
-
-def test_short_loops_say_nothing(capsys):
-    assert list(Lines(range(1000), desc="short")) == list(range(1000)) and capsys.readouterr().err == ""
-
-
-def test_a_loop_that_ends_early_is_forgotten():
-    for _ in Lines(range(10)):
-        break
-    with pytest.raises(KeyError), Lines(range(10)):
-        raise KeyError
-    assert not progress._open
 
 
 def test_steps_are_numbered_and_timed_by_the_last_of_their_kind(clock):
@@ -129,13 +124,9 @@ def test_steps_are_numbered_and_timed_by_the_last_of_their_kind(clock):
     assert (step.at, step.text) == (8, "save it")
 
 
-def test_durations():
-    assert [duration(s) for s in (0, 59.4, 60, 185, 3599, 7800)] == ["0 s", "59 s", "1:00 min", "3:05 min", "59:59 min", "2:10 h"]
-
-
-def test_a_long_call_is_heard_in_a_log(default_model, monkeypatch, capsys):
+def test_a_long_call_is_heard_in_a_log(monkeypatch, capsys):
     monkeypatch.setattr(progress, "SECONDS", 0.0)
-    swd.factorize(default_model, "blocks.1.mlp_out", sparsity=0.5, outer_iterations=4, progress=True)
+    swd.factorize(toy_model(), "blocks.1.mlp_out", sparsity=0.5, outer_iterations=4, progress=True)
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.match(r"    factorize s=0\.5 100%: blocks\.1\.mlp_out \(1/1\) 4/4( relMSE \S+)?, ", last)
 
@@ -146,16 +137,3 @@ def test_lines_do_whatever_the_package_asks_of_a_bar():
     asked = {name for file in package.rglob("*.py") for name in re.findall(r"\bbar\.([a-z_]+)\(", file.read_text())}
     assert {"update", "reset"} <= asked
     assert not [name for name in asked if hasattr(progress.bars, name) and not hasattr(Lines, name)]
-
-
-def test_lines_begin_again(clock, capsys):
-    with Lines(desc="pairs", unit="pair", total=2) as bar:
-        clock[0] += 40.0
-        bar.update(1)
-        bar.reset(8)
-        clock[0] += 40.0
-        bar.update(2)
-    assert capsys.readouterr().err.splitlines() == [
-        "    pairs 1/2 pair, 40 s so far, about 40 s left",
-        "    pairs 2/8 pair, 40 s so far, about 2:00 min left",
-    ]

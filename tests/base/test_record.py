@@ -1,8 +1,8 @@
-"""The concepts of swd_lens.base: undo, settings, divergence, record."""
+"""Records: to a file and back, what is missing or of another kind, files of others."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 import pytest
@@ -11,17 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.record import Record, SavedRecord
-
-# ---------------------------------------------------------------------------------------------- undo
-
-
-# ---------------------------------------------------------------------------------------------- settings
-
-
-# ---------------------------------------------------------------------------------------------- divergence
-
-
-# ---------------------------------------------------------------------------------------------- record
 
 
 @dataclass(frozen=True)
@@ -52,48 +41,22 @@ class Outer(SavedRecord):
         return pd.DataFrame({"name": list(self.inner)})
 
 
-def outer() -> Outer:
-    inner = Inner("a", 1.5, (("x", 2.0),))
-    return Outer(3, {"k": inner}, (inner, inner), torch.tensor([1.0, 2.0]))
-
-
 def test_a_record_goes_to_a_file_and_back(tmp_path):
-    record = outer()
+    inner = Inner("a", 1.5, (("x", 2.0),))
+    record = Outer(3, {"k": inner}, (inner, inner), torch.tensor([1.0, 2.0]))
     record.save(tmp_path / "r.json")
     loaded = Outer.load(tmp_path / "r.json")
     assert loaded.as_dict() == record.as_dict()
     assert record.as_dict()["double"] == 6 and record.as_dict()["inner"]["k"]["pairs"] == [["x", 2.0]]
     assert isinstance(loaded.inner["k"], Inner) and loaded.sequence[1] == record.sequence[1]
     assert "an outer" not in loaded._repr_html_() and '<td class="w">k</td>' in loaded._repr_html_()
+    # NaN in tensors survives; null is NaN where a number is due, and None where it may be.
+    replace(record, z=torch.tensor([1.0, math.nan])).save(tmp_path / "nan.json")
+    torch.testing.assert_close(Outer.load(tmp_path / "nan.json").z, torch.tensor([1.0, math.nan]), equal_nan=True)
+    assert math.isnan(Inner.from_dict({"name": "a", "value": None}).value) and loaded.maybe is None
 
 
-def test_null_is_nan_where_a_number_is_due_and_none_where_it_may_be():
-    assert math.isnan(Inner.from_dict({"name": "a", "value": None}).value)
-    assert Outer.from_dict({"n": 1, "inner": {}, "sequence": [], "z": [], "maybe": None}).maybe is None
-
-
-def test_nan_in_tensors_survives_a_file(tmp_path):
-    record = Outer(3, {}, (), torch.tensor([1.0, math.nan]))
-    record.save(tmp_path / "r.json")
-    torch.testing.assert_close(Outer.load(tmp_path / "r.json").z, record.z, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"value": 1.0}, "name"),
-        ({"name": "a", "value": "1"}, "value"),
-        ({"name": 1, "value": 1.0}, "name"),
-        ({"name": "a", "value": 1.0, "pairs": [["x"]]}, "pairs"),
-        ([], "list in place of named fields"),
-    ],
-)
-def test_what_is_missing_or_of_another_kind_is_named(values, message):
-    with pytest.raises(ValueError, match=f"not the values of a Inner: .*{message}"):
-        Inner.from_dict(values)
-
-
-def test_files_of_others_and_later_formats_are_refused(tmp_path):
+def test_files_of_others_later_formats_and_values_of_another_kind_are_refused(tmp_path):
     path = tmp_path / "r.json"
     path.write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match="is not an outer record, or damaged"):
@@ -106,3 +69,12 @@ def test_files_of_others_and_later_formats_are_refused(tmp_path):
         Outer.load(path)
     with pytest.raises(FileNotFoundError):
         Outer.load(tmp_path / "none.json")
+    for values, message in (
+        ({"value": 1.0}, "name"),
+        ({"name": "a", "value": "1"}, "value"),
+        ({"name": 1, "value": 1.0}, "name"),
+        ({"name": "a", "value": 1.0, "pairs": [["x"]]}, "pairs"),
+        ([], "list in place of named fields"),
+    ):
+        with pytest.raises(ValueError, match=f"not the values of a Inner: .*{message}"):
+            Inner.from_dict(values)

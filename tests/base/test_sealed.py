@@ -29,28 +29,24 @@ VALUES = {"units": [["a", 1], ["b", 2]], "share": 0.1, "none": float("nan"), "te
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3, dtype=torch.int64), "c": torch.ones(2).bfloat16()}
 
 
-def test_values_come_back_as_json_has_them(tmp_path):
-    write_sealed(tmp_path / "x.json", VALUES)
+def test_values_come_back_as_json_has_them_and_tensors_to_the_bit(tmp_path):
+    """safetensors writes its metadata in an order drawn anew each time: of three names one in six would be the same."""
+    metadata, before = {"b": "naïve \u2028 \n", "a": "1", "c": "{}"}, os.umask(0o027)
+    try:
+        write_sealed(tmp_path / "x.json", VALUES)
+        for number in range(5):
+            write_tensors(tmp_path / str(number), TENSORS, metadata)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
     assert read_sealed(tmp_path / "x.json", "a thing") == {**VALUES, "units": [["a", 1], ["b", 2]], "none": None}
-
-
-def test_tensors_and_metadata_come_back(tmp_path):
-    write_tensors(tmp_path / "x.safetensors", TENSORS, {"format": "thing"})
-    tensors, metadata = read_tensors(tmp_path / "x.safetensors", "a thing")
-    assert metadata == {"format": "thing"} and tensors.keys() == TENSORS.keys()
+    tensors, found = read_tensors(tmp_path / "0", "a thing")
+    assert found == metadata and tensors.keys() == TENSORS.keys()
     assert all(torch.equal(tensors[name], value) and tensors[name].dtype == value.dtype for name, value in TENSORS.items())
+    assert len({(tmp_path / str(number)).read_bytes() for number in range(5)}) == 1  # equal tensors, equal files
 
 
-def test_equal_tensors_are_equal_files(tmp_path):
-    """safetensors writes its metadata in an order drawn anew each time: of four names one in 24 would be the same."""
-    metadata = {"b": "naïve \u2028 \n", "a": "1", "c": "{}"}
-    for number in range(5):
-        write_tensors(tmp_path / str(number), TENSORS, metadata)
-    assert len({(tmp_path / str(number)).read_bytes() for number in range(5)}) == 1
-    assert read_tensors(tmp_path / "0", "a thing")[1] == metadata
-
-
-def test_a_whole_file_in_place_of_another_is_refused(tmp_path):
+def test_a_whole_file_or_part_in_place_of_another_is_refused(tmp_path):
     write_tensors(tmp_path / "x", TENSORS, {})
     read_tensors(tmp_path / "x", "a thing", expected=tensor_digest(TENSORS))
     write_tensors(tmp_path / "x", {**TENSORS, "c": torch.zeros(2)}, {})
@@ -59,6 +55,10 @@ def test_a_whole_file_in_place_of_another_is_refused(tmp_path):
             save_file({**TENSORS, "c": torch.zeros(2)}, tmp_path / "x")
         with pytest.raises(ValueError, match=r"x: not what was written there as a thing"):
             read_tensors(tmp_path / "x", "a thing", expected=tensor_digest(TENSORS))
+    part = json.loads(json.dumps(seal({"a": 1})))
+    assert unseal(part, "x", "a thing") == {"a": 1}
+    with pytest.raises(EditError, match=r"x: not what was written there as a thing"):
+        unseal({**part, "a": 2}, "x", "a thing", EditError)
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
@@ -99,15 +99,12 @@ def test_no_changed_byte_is_read_as_other_values(tmp_path, kind):
     assert refused > 200
 
 
-def test_a_file_without_hash_is_read_with_a_warning_that_names_it(tmp_path):
+def test_a_file_without_hash_is_read_with_a_warning_and_one_with_a_damaged_name_of_it_is_refused(tmp_path):
     write_text(tmp_path / "x.json", json.dumps({"a": 1}))
     save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
     for read, name in ((read_sealed, "x.json"), (read_tensors, "x.safetensors")):
         with pytest.warns(UnsealedFileWarning, match=name):
             read(tmp_path / name, "a thing")
-
-
-def test_a_damaged_name_of_the_hash_does_not_make_a_file_of_an_earlier_version(tmp_path):
     path = tmp_path / "x"
     for write, read in (
         (lambda: write_sealed(path, VALUES), read_sealed),
@@ -117,13 +114,6 @@ def test_a_damaged_name_of_the_hash_does_not_make_a_file_of_an_earlier_version(t
         path.write_bytes(path.read_bytes().replace(b"sha256", b"sha257"))
         with pytest.raises(ValueError, match=r"x: not what was written there"):
             read(path, "a thing")
-
-
-def test_a_part_of_a_larger_file_can_be_sealed(tmp_path):
-    part = json.loads(json.dumps(seal({"a": 1})))
-    assert unseal(part, "x", "a thing") == {"a": 1}
-    with pytest.raises(EditError, match=r"x: not what was written there as a thing"):
-        unseal({**part, "a": 2}, "x", "a thing", EditError)
 
 
 def test_damage_of_every_sort_is_the_error_of_its_kind(tmp_path):
@@ -154,13 +144,3 @@ def test_a_finished_folder_knows_its_files(tmp_path):
             require_hashes(tmp_path / "out", {elsewhere: "0"}, "a run", EditError)
     with pytest.raises(EditError, match=r"b\.txt is missing"):
         require_hashes(tmp_path / "out", hashes, "a run", EditError)
-
-
-def test_modes_are_those_of_the_umask(tmp_path):
-    before = os.umask(0o027)
-    try:
-        write_sealed(tmp_path / "x.json", VALUES)
-        write_tensors(tmp_path / "x.safetensors", TENSORS, {})
-    finally:
-        os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}

@@ -30,11 +30,12 @@ def test_defaults_and_values_within_bounds_are_taken():
     assert recipe == Recipe(3, 0.25, 2, 0, "ce", True)
     assert type(recipe.steps) is int and type(recipe.share) is float
     assert recipe.as_dict()["loss"] == "ce"
+    assert Bounds(at_least=1, at_most=2).hold(1) and Bounds(at_least=1, at_most=2).hold(2)
+    assert not Bounds(above=1).hold(1) and not Bounds(below=2).hold(2) and not Bounds().hold(math.nan)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
+def test_a_value_out_of_bounds_is_named_with_its_bounds():
+    for name, value, message in (
         ("steps", 0, "steps=0: give a whole number of at least 1"),
         ("steps", 1.0, "steps=1.0: give a whole number of at least 1"),
         ("steps", True, "steps=True: give a whole number of at least 1"),
@@ -46,16 +47,14 @@ def test_defaults_and_values_within_bounds_are_taken():
         ("limit", 2.5, "limit=2.5: give a finite number from 0 to 2"),
         ("loss", "mse", "loss='mse': choose one of 'ce', 'kl'"),
         ("clean", 1, "clean=1: choose one of True, False"),
-    ],
-)
-def test_a_value_out_of_bounds_is_named_with_its_bounds(name, value, message):
-    recipe = Recipe()
-    # Past the annotations, which the tests check, too: users' programs do not.
-    with pytest.raises(RecipeError) as error:
-        recipe._check(
-            name, value, *next((f.metadata["bounds"], f.type) for f in Recipe.__dataclass_fields__.values() if f.name == name)
-        )
-    assert str(error.value) == message
+    ):
+        recipe = Recipe()
+        # Past the annotations, which the tests check, too: users' programs do not.
+        with pytest.raises(RecipeError) as error:
+            recipe._check(
+                name, value, *next((f.metadata["bounds"], f.type) for f in Recipe.__dataclass_fields__.values() if f.name == name)
+            )
+        assert str(error.value) == message
 
 
 def test_an_unknown_setting_or_preset_is_answered_with_the_nearest():
@@ -64,8 +63,3 @@ def test_an_unknown_setting_or_preset_is_answered_with_the_nearest():
     with pytest.raises(RecipeError, match="no preset 'bets'; did you mean best\\? valid: best, paper"):
         preset({"best": Recipe(), "paper": Recipe(steps=3)}, "bets", RecipeError)
     assert preset({"best": Recipe()}, "best", RecipeError) == Recipe()
-
-
-def test_bounds_hold_at_their_edges():
-    assert Bounds(at_least=1, at_most=2).hold(1) and Bounds(at_least=1, at_most=2).hold(2)
-    assert not Bounds(above=1).hold(1) and not Bounds(below=2).hold(2) and not Bounds().hold(math.nan)

@@ -38,6 +38,9 @@ def test_another_call_is_refused_and_growing_settings_may_grow(tmp_path):
             StepCache(tmp_path, {"host": "a" * 64, "n": 1}, {"tasks": tasks})
     StepCache(tmp_path, {"host": "b"}, overwrite=True)
     StepCache(tmp_path, {"host": "b"})
+    assert differences({"a": 1}, {"a": 1, "b": None}) == ["b None then, None now"]
+    assert differences({"tokens_sha256": 1}, {"tokens_sha256": 2}) == ["the tokens 1 then, 2 now"]
+    assert differences({"a": 1}, {"a": 1, "b": 2}, may_grow=True) == []
 
 
 def test_steps_of_another_key_or_call_are_refused_and_files_of_others_stay(tmp_path):
@@ -55,9 +58,3 @@ def test_steps_of_another_key_or_call_are_refused_and_files_of_others_stay(tmp_p
     (tmp_path / FOLDER / "notes.json").write_text("mine")
     assert ("one",) not in StepCache(tmp_path, {"host": "a"})
     assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == [CALL, "notes.json"]
-
-
-def test_differences_are_phrases():
-    assert differences({"a": 1}, {"a": 1, "b": None}) == ["b None then, None now"]
-    assert differences({"tokens_sha256": 1}, {"tokens_sha256": 2}) == ["the tokens 1 then, 2 now"]
-    assert differences({"a": 1}, {"a": 1, "b": 2}, may_grow=True) == []

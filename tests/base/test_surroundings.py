@@ -109,40 +109,35 @@ def precisions() -> tuple:
     return of_process, *(backend.fp32_precision for backend in surroundings._BACKENDS)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "value"),
-    [
+def test_every_way_to_round_products_is_off_inside_and_back_afterwards():
+    for owner, name, value in (
         (torch.backends, "fp32_precision", "tf32"),
         (torch.backends.cuda.matmul, "fp32_precision", "tf32"),
         (torch.backends.cuda.matmul, "allow_tf32", True),
         (torch.backends.mkldnn, "fp32_precision", "bf16"),
         (surroundings._CONVOLUTIONS, "fp32_precision", "bf16"),
-    ],
-)
-def test_every_way_to_round_products_is_off_inside_and_back_afterwards(owner, name, value):
-    former = getattr(owner, name)
-    try:
-        setattr(owner, name, value)
-        before = precisions()
-        assert with_torch_defaults(precisions)() == ("highest", "ieee", "ieee", "ieee")
-        assert precisions() == before
-    finally:
-        setattr(owner, name, former)
-        torch.set_float32_matmul_precision("highest")
-        for backend in surroundings._BACKENDS:
-            backend.fp32_precision = "none"
-    assert precisions() == ("highest", "none", "none", "none")
+    ):
+        former = getattr(owner, name)
+        try:
+            setattr(owner, name, value)
+            before = precisions()
+            assert with_torch_defaults(precisions)() == ("highest", "ieee", "ieee", "ieee")
+            assert precisions() == before
+        finally:
+            setattr(owner, name, former)
+            torch.set_float32_matmul_precision("highest")
+            for backend in surroundings._BACKENDS:
+                backend.fp32_precision = "none"
+        assert precisions() == ("highest", "none", "none", "none")
 
 
-def test_set_default_device_is_given_back_too():
+def test_set_default_device_is_given_back_too_and_what_our_own_code_sets_holds():
     torch.set_default_device("meta")
     try:
         assert marked()[1] == "cpu" and torch.zeros(1).device.type == "meta"
     finally:
         torch.set_default_device(None)
 
-
-def test_what_our_own_code_sets_holds_within_marked_calls():
     def train():
         with torch.autocast("cpu", torch.bfloat16):
             assert marked()[2]
@@ -207,14 +202,8 @@ def test_a_class_is_marked_by_its_public_methods():
     once = Computes.method
     with_torch_defaults(Computes)
     assert Computes.method is once
-
-
-def test_a_generator_is_not_marked():
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError):  # a generator
         with_torch_defaults(Computes.values)
-
-
-# ---------------------------------------------------------------------------------------------- threads
 
 
 def in_a_thread(function):
@@ -276,8 +265,9 @@ def test_a_held_host_is_free_when_it_is_released_or_its_thread_has_ended():
     assert isinstance(in_a_thread(lambda: hold(model, "attach", other.push)), HostInUseError) and not other
     undo.run()
     assert in_a_thread(lambda: hold(model, "attach", other.push)) is None
+    assert torch.is_tensor(model(torch.ones(1)))
     hold(model, "attach", undo.push)  # the second thread has ended and never released it
     other.run()  # late: what the first thread holds now stays held
     assert isinstance(in_a_thread(lambda: hold(model, "attach", other.push)), HostInUseError)
     undo.run()
-    assert model not in holding._holders
+    assert model not in holding._holders and "forward" not in model.__dict__

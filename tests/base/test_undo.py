@@ -30,7 +30,7 @@ def interrupted_once(done: list[str]) -> Callable[[], None]:
     return step
 
 
-def test_an_interrupted_run_goes_on_at_the_same_step():
+def test_an_interrupted_run_goes_on_at_the_same_step_and_a_block_undoes_all_the_same():
     done: list[str] = []
     step = interrupted_once(done)
     undo = Undo()
@@ -41,9 +41,6 @@ def test_an_interrupted_run_goes_on_at_the_same_step():
     assert done == [] and len(undo) == 2
     undo.run()
     assert done == ["b", "a"]
-
-
-def test_a_block_that_is_interrupted_while_it_undoes_is_undone_all_the_same():
     done: list[str] = []
     step = interrupted_once(done)
     with pytest.raises(KeyboardInterrupt), Undo() as undo:

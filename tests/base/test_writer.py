@@ -30,22 +30,12 @@ def test_a_folder_is_made_held_and_left_without_a_trace(tmp_path):
             (folder / "x").touch()
         assert (folder / LOCK).exists()
     assert [path.name for path in folder.iterdir()] == ["x"]
-
-
-def test_a_call_that_writes_nothing_leaves_no_folder(tmp_path):
-    with pytest.raises(ZeroDivisionError), writing(tmp_path / "a" / "b", "factorize"):
+    with pytest.raises(ZeroDivisionError), writing(tmp_path / "nothing" / "b", "factorize"):
         raise ZeroDivisionError
-    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "nothing").exists()
 
 
-def test_a_null_character_in_a_name_is_refused_by_name(tmp_path):
-    with pytest.raises(PermissionError, match=r"cannot be written \(a null character in its name\)"):
-        require_writable(tmp_path / "a\0b")
-    with pytest.raises(OSError, match="a null character in its name"), atomic(tmp_path / "a\0b" / "c"):
-        pass
-
-
-def test_another_thread_is_refused_and_told_who_holds_the_folder(tmp_path):
+def test_another_thread_is_refused_and_a_file_behind_two_links_is_held_once(tmp_path):
     def second():
         with writing(tmp_path, "finetune"):
             pass
@@ -54,6 +44,16 @@ def test_another_thread_is_refused_and_told_who_holds_the_folder(tmp_path):
         refusal = in_a_thread(second)
     assert isinstance(refusal, FolderInUseError) and f"is written by factorize (process {os.getpid()} on " in str(refusal)
     second()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "link").symlink_to(tmp_path / "x.json")
+
+    def second():
+        with writing_file(tmp_path / "b" / "link", "x"):
+            pass
+
+    with writing_file(tmp_path / "a" / "link", "data_efficiency"):
+        assert isinstance(in_a_thread(second), FolderInUseError)
 
 
 def test_another_process_is_refused_and_the_lock_of_a_killed_one_is_free(tmp_path):
@@ -78,15 +78,22 @@ def test_an_impossible_folder_is_refused_before_anything_is_made(tmp_path):
     with pytest.raises(OSError, match=r"GB will be written"), writing(tmp_path / "out", "factorize", 10**18):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(IsADirectoryError, match="give the name of a file in it"):
+        require_writable_file(tmp_path)
+    with pytest.raises(NotADirectoryError), writing_file(tmp_path / "file" / "x.json", "data_efficiency"):
+        pass
+    with pytest.raises(PermissionError, match=r"cannot be written \(a null character in its name\)"):
+        require_writable(tmp_path / "a\0b")
+    with pytest.raises(OSError, match="a null character in its name"), atomic(tmp_path / "a\0b" / "c"):
+        pass
+    with pytest.raises(PermissionError, match=r"n⟨U\+DCFF⟩ cannot be written \(a name that is not UTF-8\)"):
+        require_writable(tmp_path / os.fsdecode(b"n\xff"))
+    if os.path.isdir("/proc/self"):  # the folder that nobody can write
+        with pytest.raises(PermissionError, match=r"/proc/out cannot be written"):
+            require_writable("/proc/out")
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="/proc is the folder that nobody can write")
-def test_a_folder_that_cannot_be_written_is_refused():
-    with pytest.raises(PermissionError, match=r"/proc/out cannot be written"):
-        require_writable("/proc/out")
-
-
-def test_one_writer_per_file_and_others_beside_it(tmp_path):
+def test_one_writer_per_file_others_beside_it_and_what_a_killed_one_left_goes(tmp_path):
     def write(name):
         with writing_file(tmp_path / "new" / name, "data_efficiency") as path:
             path.touch()
@@ -96,40 +103,7 @@ def test_one_writer_per_file_and_others_beside_it(tmp_path):
     assert isinstance(refused, FolderInUseError) and "a.json is written by data_efficiency (process" in str(refused)
     assert free is None
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["b.json"]
-
-
-def test_what_a_killed_call_left_beside_a_file_goes_when_it_is_held_again(tmp_path):
-    """A call that finds all of it finished writes nothing, and yet clears up (tests.fuzz: kill 52 of seed 9003)."""
     left, others = (left_by_a_killed_process(tmp_path / name) for name in ("points.json", "other.json"))
     with writing_file(tmp_path / "points.json", "data_efficiency"):
         pass
     assert not left.exists() and others.exists()
-
-
-def test_a_file_that_cannot_be_written_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(IsADirectoryError, match="give the name of a file in it"):
-        require_writable_file(tmp_path)
-    with pytest.raises(NotADirectoryError), writing_file(tmp_path / "file" / "x.json", "data_efficiency"):
-        pass
-
-
-# ---------------------------------------------------------------------------------------------- names and links
-
-
-def test_names_that_are_not_utf_8_are_refused(tmp_path):
-    with pytest.raises(PermissionError, match=r"n⟨U\+DCFF⟩ cannot be written \(a name that is not UTF-8\)"):
-        require_writable(tmp_path / os.fsdecode(b"n\xff"))
-
-
-def test_a_file_behind_two_links_is_held_once(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "link").symlink_to(tmp_path / "x.json")
-
-    def second():
-        with writing_file(tmp_path / "b" / "link", "x"):
-            pass
-
-    with writing_file(tmp_path / "a" / "link", "data_efficiency"):
-        assert isinstance(in_a_thread(second), FolderInUseError)

@@ -6,16 +6,14 @@ import pytest
 
 import swd_lens as swd
 from swd_lens.base.errors import TextWarning
-from swd_lens.hosts.embedded import load_default_model
 from swd_lens.tasks.cautions import Cautions
-from swd_lens.tasks.loaders import GENERATED
 from swd_lens.tasks.split import TaskExample
 from swd_lens.tasks.tokenize import TaskTokenizer
 
 
 @pytest.fixture(scope="module")
-def model():
-    return load_default_model()
+def model(default_model):
+    return default_model
 
 
 def told(model, prompts, answers, distractors, **how):
@@ -34,11 +32,6 @@ def test_a_prompt_with_bos_gets_no_second_one(model):
     assert sorted(tokens.tolist()[0] for split in task.splits for tokens in split.tokens) == [0, 0, 0]
     assert sorted(tokens.tolist().count(0) for split in task.splits for tokens in split.tokens) == [1, 1, 1]
     assert not told(model, prompts, " went", " gave", prepend_bos=False)
-
-
-def test_a_prompt_that_ends_in_a_space(model):
-    (said,) = told(model, ["Then Mary ", "Then John ", "Then Jane "], " went", " gave")
-    assert said.startswith("task 'mine': 3 prompts end in a space: ") and "'Then Mary '" in said
 
 
 def test_an_answer_that_goes_on_the_last_word(model):
@@ -62,41 +55,28 @@ def test_digits_code_and_scripts_without_spaces_are_not_told(model, prompt, answ
 
 
 def test_an_answer_that_the_prompt_gives_away(model):
-    (said,) = told(model, ["Mary gave a drink to", "John gave a drink to", "Anna gave a drink to"], " drink", " store")
+    prompts = [f"{name} gave a drink to" for name in ("Mary", "John", "Anna")]
+    (said,) = told(model, prompts, " drink", " store")
     assert "in 3 prompts an answer stands and no distractor does: ' drink' in" in said
-    assert not told(model, ["Mary gave a drink to", "John gave a drink to", "Anna gave a drink to"], " drink", " gave")
-    assert not told(model, ["Mary gave a drink to", "John gave a drink to", "Anna gave a drink to"], " store", " lake")
+    assert not told(model, prompts, " drink", " gave")
+    assert not told(model, prompts, " store", " lake")
 
 
-def test_one_prompt_is_told_as_a_task_is(model):
+def test_one_prompt_is_told_as_a_task_is_and_none_where_a_metric_judges(model):
     with pytest.warns(TextWarning, match="the prompt: 1 prompts end in a space"):
         swd.Task.of_prompt(model, "Then Mary ", " went", " gave")
     with warnings.catch_warnings():
         warnings.simplefilter("error", TextWarning)
         swd.Task.of_prompt(model, "Then Mary", " went", " gave")
         swd.Task.of_prompt(model, [9, 8, 7], " went", 11)
-
-
-def test_many_prompts_are_named_by_their_first(model):
-    names = ["Mary", "John", "Jane", "Anna", "Paula"]
-    (said,) = told(model, [f"Then {name} " for name in names], " went", " gave")
-    assert said.count("'Then ") == 3 and " and 2 more" in said
-
-
-@pytest.mark.parametrize("family", GENERATED)
-def test_our_own_tasks_are_not_told(model, family):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", TextWarning)
-        try:
-            swd.load_task(family, model, n_train=60, n_test=20)
-        except swd.errors.TaskError:
-            assert family in ("capital", "agreement", "greater_digit")  # which this vocabulary cannot say
-
-
-def test_texts_without_an_example_are_not_looked_at(model):
-    """A metric judges: there are no answers."""
     cautions = Cautions(TaskTokenizer("mine", model))
     cautions.see(TaskExample("Then Mary", (), ()), [1065, 204], (), ())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cautions.warn("mine")
+
+
+def test_prompts_that_end_in_a_space_are_named_by_their_first(model):
+    names = ["Mary", "John", "Jane", "Anna", "Paula"]
+    (said,) = told(model, [f"Then {name} " for name in names], " went", " gave")
+    assert said.startswith("task 'mine': 5 prompts end in a space: ") and said.count("'Then ") == 3 and " and 2 more" in said

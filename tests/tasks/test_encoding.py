@@ -17,13 +17,16 @@ def test_bos_goes_by_the_host_and_else_by_the_tokenizer(default_model):
     assert adds_bos(default_model.tokenizer)
 
 
-def test_special_and_stop_tokens():
+def test_special_and_stop_tokens_and_the_hash_of_a_vocabulary():
     host = FakeHost()
     assert special_ids(host) == (0, 1) and stop_tokens(host) == ()
     host.tokenizer.eos_token = "sat"
     assert stop_tokens(host) == (5,) and special_ids(host) == (0, 1, 5)
     host.tokenizer = None
     assert stop_tokens(host) == ()
+    same, other = FakeHost(), FakeHost([*WORDS[:-1], "fox"])
+    assert vocabulary_hash(FakeHost().tokenizer) == vocabulary_hash(same.tokenizer) != vocabulary_hash(other.tokenizer)
+    assert vocabulary_hash(None) == ""
 
 
 def test_words_that_are_not_known_are_named_once():
@@ -34,9 +37,3 @@ def test_words_that_are_not_known_are_named_once():
     assert list(unknown.words) == ["zebra", "a"]
     with pytest.warns(UnknownWordsWarning, match=r"text: this host's tokenizer does not know 'zebra', 'a'; it reads '<unk>'"):
         unknown.warn("text")
-
-
-def test_tokenizers_of_one_size_differ_in_their_hash():
-    same, other = FakeHost(), FakeHost([*WORDS[:-1], "fox"])
-    assert vocabulary_hash(FakeHost().tokenizer) == vocabulary_hash(same.tokenizer) != vocabulary_hash(other.tokenizer)
-    assert vocabulary_hash(None) == ""

@@ -78,9 +78,9 @@ def test_places_are_those_of_the_shuffle_and_gaps_are_filled_from_behind(tmp_pat
     assert prompts(other.train) != prompts(task.train)
 
 
-@pytest.mark.parametrize("n", range(3, 20))
+@pytest.mark.parametrize("n", [3, 4, 5, 6, 7, 11, 19])
 def test_a_file_of_few_prompts_leaves_no_split_empty(tmp_path, n):
-    path = write_prompts(tmp_path / "mine.json", PHRASES[:n])
+    path = write_prompts(tmp_path / "mine.json", PHRASES[:n] * 2)  # and a duplicate is in no split
     for asked in ((600, None, 200), (1, None, 100), (100, None, 1), (5, 5, 5), (1, 100, 1), (1, 1, n - 1), (n, 1, n)):
         task = load_task(path, FakeHost(), **dict(zip(("n_train", "n_validation", "n_test"), asked, strict=True)))
         wanted = (asked[0], asked[1] or asked[2], asked[2])
@@ -90,41 +90,23 @@ def test_a_file_of_few_prompts_leaves_no_split_empty(tmp_path, n):
         assert task.unused == n - sum(sizes)
 
 
-def test_duplicates_never_straddle(tmp_path):
-    path = write_prompts(tmp_path / "mine.json", PHRASES[:50] * 3)
-    for seed in range(5):
-        task = load_task(path, FakeHost(), n_train=20, n_test=20, seed=seed)
-        every = [prompt for split in task.splits for prompt in prompts(split)]
-        assert tuple(map(len, task.splits)) == (15, 15, 20) and len(set(every)) == 50
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_bad_auto_circuit_files(tmp_path):
+    for text, message in (
         ("no json", "not an auto-circuit task file"),
         ("", "is empty"),
+        (bytes(range(256)) * 100, r"not an auto-circuit task file .*UnicodeDecodeError"),
         ("[" * 100_000, "not an auto-circuit task file .* RecursionError"),
         (json.dumps({"prompts": 3}), '"prompts" must be a list, got int'),
         (json.dumps({"prompts": [PROMPT, {"clean": "x"}]}), 'prompt 1 lacks "clean", "answers" or "wrong_answers"'),
         (json.dumps({"prompts": [{**PROMPT, "answers": [5]}]}), "prompt 0 holds token ids"),
         (json.dumps({"prompts": [{**PROMPT, "corrupt": [5]}]}), "prompt 0 holds token ids"),
         (json.dumps({"prompts": [{**PROMPT, "answers": "sat"}]}), "of prompt 0 must be lists of strings"),
-        (json.dumps({"prompts": [PROMPT, PROMPT]}), "holds 1 different prompts; train, validation and test need"),
-    ],
-)
-def test_bad_auto_circuit_files(tmp_path, text, message):
-    path = tmp_path / "mine.json"
-    path.write_text(text)
-    with pytest.raises(TaskError, match=message):
-        load_task(path, FakeHost())
-
-
-def test_a_file_that_is_not_text_is_not_shown_whole(tmp_path):
-    path = tmp_path / "mine.json"
-    path.write_bytes(bytes(range(256)) * 100)
-    with pytest.raises(TaskError, match=r"not an auto-circuit task file .*UnicodeDecodeError") as found:
-        load_task(path, FakeHost())
-    assert len(str(found.value)) < 400
+    ):
+        path = tmp_path / "mine.json"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(TaskError, match=message) as found:
+            load_task(path, FakeHost())
+        assert len(str(found.value)) < 400  # never the whole file
 
 
 @pytest.mark.parametrize("name", ["mine.jsonl", "mine.json", "auto.json"])
@@ -157,9 +139,9 @@ def test_jsonl_of_edge_prunings_fields(tmp_path):
     assert load_task(path, years_host(), inclusive=True).dropped == {"no year on one side of the start year": 1}
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_bad_lines_are_named_by_their_number(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    for line, message in (
         ("{'prompt'", r"line 3 is not JSON \(.*\): \"\{'prompt'\""),
         ("[1, 2]", r"line 3 must hold a JSON object, got '\[1, 2\]'"),
         ('{"prompt": "x", "answers": "y"}', r"line 3 lacks 'distractors'; it has prompt, answers\. A line needs prompt"),
@@ -168,19 +150,14 @@ def test_jsonl_of_edge_prunings_fields(tmp_path):
         ('{"prefix": "a", "corr_prefix": "b", "digits": "12o"}', r"line 3: 'digits' must be .* got '12o'"),
         ('{"prefix": "a", "corr_prefix": "b", "digits": 41.9}', r"line 3: 'digits' must be .* got 41.9"),
         ('{"prefix": "a", "corr_prefix": "b", "digits": Infinity}', r"line 3: 'digits' must be .* got inf"),
-        ('{"prefix": "a", "corr_prefix": "b", "digits": NaN}', r"line 3: 'digits' must be .* got nan"),
-        ('{"prefix": "a", "corr_prefix": "b", "digits": ' + "9" * 5000 + "}", r"line 3 is not JSON \(Exceeds the limit"),
         ("[" * 100_000, r"line 3 is not JSON \(.*recursion"),
         (b'{"prompt": "caf\xe9"}', r"line 3 is not UTF-8 text .* save the file as UTF-8"),
         ('{"prefix": "a", "corr_prefix": "b", "digits": 100}', r"line 3: 'digits' must be .* got 100"),
         ('{"prefix": 1, "corr_prefix": "b", "digits": 10}', r"line 3: 'prefix' must be text, got 1"),
-    ],
-)
-def test_bad_lines_are_named_by_their_number(tmp_path, line, message):
-    path = tmp_path / "mine.jsonl"
-    path.write_bytes(f"{json.dumps(OURS)}\n\n".encode() + (line if isinstance(line, bytes) else line.encode()))
-    with pytest.raises(TaskError, match=message):
-        load_task(path, FakeHost())
+    ):
+        path.write_bytes(f"{json.dumps(OURS)}\n\n".encode() + (line if isinstance(line, bytes) else line.encode()))
+        with pytest.raises(TaskError, match=message):
+            load_task(path, FakeHost())
     path.write_text("\n".join(json.dumps({**OURS, "prompt": text}) for text in NOUNS))
     with pytest.raises(TaskError, match=r"inclusive=True is about Edge-Pruning's greater-than, but .* line 1 names"):
         load_task(path, FakeHost(), inclusive=True)

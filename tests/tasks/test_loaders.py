@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-import swd_lens as swd
 from swd_lens.base.errors import TaskError
 from swd_lens.tasks import load_task
 from swd_lens.tasks.generators import FAMILIES
@@ -54,9 +53,6 @@ def test_public_files(shared, gpt2, name):
     few = load_task(path, gpt2, n_validation=50)
     assert len(few.train) == 600 and len(few.validation) == 50 and train[: len(first)] == first
     assert set(order[600:800]) - set(order[:600]) <= {e.prompt for e in few.test.examples}
-    again = load_task(path, gpt2)
-    assert [e.prompt for e in again.train.examples] == train and [e.prompt for e in again.test.examples] == test
-    assert [e.prompt for e in load_task(path, gpt2, seed=1).train.examples] != train
 
 
 @pytest.mark.quick_cases(1)
@@ -77,7 +73,7 @@ def test_generated_corrupt_prompts_are_as_long_as_theirs(gpt2, family):
 
 
 def test_generated_years_are_the_tokens_century_and_two_digits(gpt2):
-    task = load_task("greater_than", gpt2, n_train=200, n_test=100)
+    task = load_task("greater_than", gpt2, n_train=60, n_test=40)
     assert set(task.dropped) <= {"start year is not the tokens [century, two digits]", "final century is not a token of its own"}
     assert "start year is not the tokens [century, two digits]" in task.dropped
     for example, tokens in zip(task.test.examples, task.test.tokens, strict=True):
@@ -103,15 +99,10 @@ def test_load_task_names_what_exists():
         load_task("ioi", host, prepend_bos=True)
 
 
-@pytest.mark.parametrize("family", ["ioi", "docstring", "greater_than", "gendered_pronoun"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_families_on_the_embedded_model(default_model, family):
     task = load_task(family, default_model, n_train=60, n_validation=30, n_test=40)
     assert (len(task.train), len(task.validation), len(task.test)) == (60, 30, 40)
     assert task.prepend_bos and all(int(tokens[0]) == default_model.tokenizer.bos_token_id for tokens in task.train.tokens)
-
-
-def test_tasks_are_the_same_every_time(default_model):
-    first, second = (swd.load_task("ioi", default_model, n_train=10, n_test=5) for _ in range(2))
-    assert first.train.examples == second.train.examples
-    other = swd.load_task("ioi", default_model, n_train=10, n_test=5, seed=1)
-    assert first.train.examples != other.train.examples
+    few, other = (load_task(family, default_model, n_train=10, n_test=5, seed=seed) for seed in (0, 1))
+    assert few.train.examples == task.train.examples[:10] != other.train.examples

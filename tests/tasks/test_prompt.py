@@ -12,7 +12,7 @@ from tests.micro import toy_model
 from tests.tasks.test_task import FakeHost
 
 
-def test_a_text_and_its_ids_are_one_prompt():
+def test_a_text_and_its_ids_are_one_prompt_and_what_it_lacks_is_said_in_fields():
     host = FakeHost()
     prompt = Prompt.of(host, "the cat sat", "test")
     assert prompt == Prompt((2, 3, 5), "the cat sat", prepend_bos=False)
@@ -21,9 +21,6 @@ def test_a_text_and_its_ids_are_one_prompt():
     assert Prompt.of(host, torch.tensor([[2, 3], [5, 6]]), "test") == Prompt((2, 3), n_rows=2)
     with_bos = Prompt.of(host, "the cat", "test", prepend_bos=True)
     assert with_bos.ids == (1, 2, 3) and with_bos.prepend_bos
-
-
-def test_what_a_text_lacks_is_said_in_fields():
     host = FakeHost(n_ctx=2)
     assert Prompt.of(host, "", "test").unusable == "empty prompt: ''"
     assert Prompt.of(host, "", "test", prepend_bos=True).ids == (1,)
@@ -37,12 +34,14 @@ def test_what_a_text_lacks_is_said_in_fields():
 
 def test_several_prompts():
     host = FakeHost()
-    assert [p.ids for p in Prompt.several(host, "the cat", "test")] == [(2, 3)]
-    assert [p.ids for p in Prompt.several(host, [2, 3], "test")] == [(2, 3)]
-    assert [p.ids for p in Prompt.several(host, torch.tensor([2, 3]), "test")] == [(2, 3)]
+    for one in ("the cat", [2, 3], torch.tensor([2, 3])):
+        assert [p.ids for p in Prompt.several(host, one, "test")] == [(2, 3)]
     assert [p.ids for p in Prompt.several(host, torch.tensor([[2], [3]]), "test")] == [(2,), (3,)]
     assert [p.ids for p in Prompt.several(host, ["the", [5, 6]], "test")] == [(2,), (5, 6)]
     assert Prompt.several(host, [], "test") == []
+    # Those of one length run together.
+    assert same_length([3, 2, 3, 3, 2], lambda n: 2) == [[0, 2], [3], [1, 4]]
+    assert same_length([4, 4], lambda n: 0) == [[0], [1]]
 
 
 def test_without_a_tokenizer_there_are_ids_only():
@@ -52,11 +51,6 @@ def test_without_a_tokenizer_there_are_ids_only():
     prompt = Prompt.of(model, [4, 5], "test")
     assert decoded(model, prompt.ids) == "4 5" and token_strings(model, prompt.ids) == ("4", "5")
     assert token_strings(FakeHost(), (2, 3)) == ("the", "cat")
-
-
-def test_prompts_of_one_length_run_together():
-    assert same_length([3, 2, 3, 3, 2], lambda n: 2) == [[0, 2], [3], [1, 4]]
-    assert same_length([4, 4], lambda n: 0) == [[0], [1]]
 
 
 def test_a_text_with_bos_gets_no_second_one():

@@ -37,13 +37,9 @@ def test_only_the_answers_of_the_split_are_columns():
     torch.testing.assert_close(bucket.margin(logits)[0], logits[0, 70] - logits[0, [5, 900]].mean())
     with pytest.raises(TaskError, match=r"logits have 7 columns; give the 4 of bucket.token_ids, or the whole .* 1000"):
         bucket.margin(logits[:, :7])
-
-
-def test_gradients_pass_through_whole_and_chosen_logits():
-    (bucket,) = split_of([[0]], [[2]], [[1]], d_vocab=4).buckets()
-    logits = torch.zeros(1, 4, requires_grad=True)
-    bucket.margin(logits).sum().backward()
-    assert logits.grad.tolist() == [[0, -1, 1, 0]]
+    bucket.margin(logits.requires_grad_())[0].backward()
+    assert logits.grad[0].nonzero().flatten().tolist() == [5, 70, 900] and not logits.grad[1].any()
+    assert logits.grad[0, [5, 70, 900]].tolist() == [-0.5, 1, -0.5]
 
 
 def test_corrupt_prompts_are_tokenized_and_come_with_their_rows():
@@ -57,7 +53,7 @@ def test_corrupt_prompts_are_tokenized_and_come_with_their_rows():
     assert bucket.corrupt == (None,)
 
 
-def test_buckets_hold_every_prompt_once_and_one_length_each():
+def test_buckets_hold_every_prompt_once_and_are_joined_at_the_end_of_their_rows():
     split = random_split(50)
     seen = []
     for bucket in split.buckets(batch_size=4):
@@ -66,9 +62,6 @@ def test_buckets_hold_every_prompt_once_and_one_length_each():
             assert torch.equal(tokens, split.tokens[i])
             seen.append(i)
     assert sorted(seen) == list(range(50))
-
-
-def test_buckets_of_several_lengths_are_joined_at_the_end_of_their_rows():
     split = random_split()
     buckets = list(split.buckets())
     joined = Bucket.joined(buckets)
@@ -83,45 +76,34 @@ def test_buckets_of_several_lengths_are_joined_at_the_end_of_their_rows():
 
 
 def test_a_metric_takes_the_margins_place():
-    task = Task.from_prompts("mine", FakeHost(), PROMPTS, metric=first_logit, corrupt=PROMPTS[::-1])
-    assert task.train.token_ids is None
-    (bucket,) = task.train.buckets()
-    logits = torch.randn(13, 11, dtype=torch.bfloat16)
-    assert torch.equal(bucket.margin(logits), logits[:, 5].float() - logits[:, 6].float())
-    assert bucket.correct(logits).isnan().all()
-    with pytest.raises(TaskError, match="logits have 3 columns; give the whole vocabulary's 11"):
-        bucket.margin(logits[:, :3])
-
-
-def test_a_metric_sees_the_examples_of_its_rows():
     right = {prompt: i % 11 for i, prompt in enumerate(PROMPTS)}
 
     def by_prompt(logits, examples):
         return logits[range(len(examples)), [right[e.prompt] for e in examples]]
 
-    task = Task.from_prompts("mine", FakeHost(), PROMPTS, metric=by_prompt)
-    for bucket in task.train.buckets(batch_size=3):
+    task = Task.from_prompts("mine", FakeHost(), PROMPTS, metric=by_prompt, corrupt=PROMPTS[::-1])
+    assert task.train.token_ids is None
+    (bucket,) = task.train.buckets()
+    logits = torch.randn(13, 11, dtype=torch.bfloat16)
+    assert torch.equal(bucket.margin(logits), by_prompt(logits, bucket.examples).float())
+    assert bucket.correct(logits).isnan().all()
+    with pytest.raises(TaskError, match="logits have 3 columns; give the whole vocabulary's 11"):
+        bucket.margin(logits[:, :3])
+    for bucket in task.train.buckets(batch_size=3):  # it sees the examples of its rows
         logits = torch.arange(11.0).repeat(len(bucket.index), 1)
         assert bucket.margin(logits).tolist() == [right[e.prompt] for e in bucket.examples]
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
+def test_a_metric_must_give_one_float_per_prompt():
+    for value, message in (
         (torch.zeros(()), r"torch.float32 of shape \(\)"),
         (torch.zeros(13, 2), r"torch.float32 of shape \(13, 2\)"),
         (torch.zeros(13, dtype=torch.int64), r"torch.int64 of shape \(13,\)"),
         (0.5, "it gave float"),
-    ],
-)
-def test_a_metric_must_give_one_float_per_prompt(value, message):
-    (bucket,) = Task.from_prompts("mine", FakeHost(), PROMPTS, metric=lambda *_: value).train.buckets()
-    with pytest.raises(TaskError, match=rf"must give one float per prompt, a tensor of shape \(13,\); .*{message}"):
-        bucket.margin(torch.zeros(13, 11))
-
-
-def first_logit(logits, examples):
-    return logits[:, 5] - logits[:, 6]
+    ):
+        (bucket,) = Task.from_prompts("mine", FakeHost(), PROMPTS, metric=lambda *_, value=value: value).train.buckets()
+        with pytest.raises(TaskError, match=rf"must give one float per prompt, a tensor of shape \(13,\); .*{message}"):
+            bucket.margin(torch.zeros(13, 11))
 
 
 def test_two_splits_as_one_hold_the_prompts_of_both_in_their_order():
@@ -131,8 +113,5 @@ def test_two_splits_as_one_hold_the_prompts_of_both_in_their_order():
     assert both.answer_ids == ((3,), (4,), (0,)) and both.distractor_ids == ((5,), (3,), (1,)) and len(both) == 3
     assert both.corrupt == () and [bucket.index.tolist() for bucket in both.buckets()] == [[0], [1, 2]]
     with_corrupt = replace(second, corrupt=(torch.tensor([2, 2]),))
-    assert [None if tokens is None else tokens.tolist() for tokens in first.and_then(with_corrupt).corrupt] == [
-        None,
-        None,
-        [2, 2],
-    ]
+    one, two, three = first.and_then(with_corrupt).corrupt
+    assert one is two is None and three.tolist() == [2, 2]

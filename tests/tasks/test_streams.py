@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-import swd_lens as swd
 from swd_lens.base.errors import TokenError
 from swd_lens.factorization.checkpoint import tokens_fingerprint
 from swd_lens.tasks.streams import TokenStream, as_stream, split_rows
@@ -50,13 +49,14 @@ def test_every_form_of_tokens_gives_the_same_batches_and_fingerprint(model, tmp_
         assert stream.fingerprint() == tokens_fingerprint(ROWS), form
         assert all(batch.dtype == torch.int64 for batch in stream.batches(4)), form
     assert as_stream(ROWS[0], model).n_rows == 1
+    assert next(as_stream(ROWS, model).batches(3)).data_ptr() == ROWS.data_ptr()  # not copied
+    # Passes that stop early or have other batches are no other rows.
+    stream = as_stream(TokenStream(lambda: ROWS, 7), model)
+    next(stream.batches(2))
+    assert [len(gathered(stream, size)) for size in (1, 2, 7)] == [7, 4, 1]
 
 
-def test_a_tensor_is_not_copied(model):
-    assert next(as_stream(ROWS, model).batches(3)).data_ptr() == ROWS.data_ptr()
-
-
-def test_rows_are_asked_for_as_they_are_needed(model):
+def test_rows_are_asked_for_as_they_are_needed_and_the_fingerprint_is_computed_once(model):
     asked = []
 
     def rows():
@@ -71,25 +71,11 @@ def test_rows_are_asked_for_as_they_are_needed(model):
     assert asked == [0, 1]
     next(batches)
     assert asked == [0, 1, 2, 3]
-
-
-def test_the_fingerprint_is_computed_once_and_shared_by_bindings(model):
     starts = []
     stream = TokenStream(lambda: starts.append(1) or ROWS, 7)
     first = as_stream(stream, model).fingerprint()
     passes = len(starts)
     assert stream.fingerprint() == first and len(starts) == passes
-
-
-@pytest.mark.filterwarnings("ignore::swd_lens.base.errors.UnknownWordsWarning")
-def test_text_as_a_stream(default_model):
-    source = ["one small step for a man. " * 30, "one giant leap for mankind. " * 30]
-    stream = TokenStream(lambda: swd.stream_rows(source, default_model, context=16), n_rows=9)
-    held = swd.load_text(source, default_model, 9 * 16, context=16)
-    assert torch.equal(torch.cat(list(as_stream(stream, default_model).batches(4))), held)
-
-
-# ---------------------------------------------------------------------------------------------- what goes wrong
 
 
 def test_a_generator_is_refused_with_the_way_out(model):
@@ -107,9 +93,6 @@ def test_too_few_rows(model):
         gathered(as_stream(TokenStream(lambda: ROWS, 8), model))
     with pytest.raises(TokenError, match=r"holds 0 rows, where n_rows=8"):
         _ = TokenStream(list, 8).n_tokens
-
-
-def test_a_used_up_generator(model):
     once = iter(ROWS)
     stream = as_stream(TokenStream(lambda: once, 7), model)
     gathered(stream)
@@ -136,15 +119,8 @@ def test_other_rows_in_a_second_pass(model):
         gathered(stream, 2)
 
 
-def test_passes_that_stop_early_or_have_other_batches_are_no_other_rows(model):
-    stream = as_stream(TokenStream(lambda: ROWS, 7), model)
-    next(stream.batches(2))
-    assert [len(gathered(stream, size)) for size in (1, 2, 7)] == [7, 4, 1]
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
+def test_bad_rows(model):
+    for rows, message in (
         ([[1, 2], [3, 4, 5]], r"row 1 of the stream has 3 tokens, the others 2"),
         ([[1, 2], [3, 20]], r"rows 0 to 1 of the stream: token id 20 at row 1, position 1 is outside the vocabulary"),
         ([[0.5, 1.0], [0.5, 1.0]], r"rows 0 to 1 of the stream: tokens must be integers, got torch.float32"),
@@ -152,19 +128,13 @@ def test_passes_that_stop_early_or_have_other_batches_are_no_other_rows(model):
         (["ab", "cd"], r"row 0 of the stream is no row of integers"),
         ([[[1, 2]], [[1, 2]]], r"row 0 of the stream has shape \(1, 2\)"),
         ([[], []], r"row 0 of the stream has shape \(0,\)"),
+        (ROWS, r"row 0 of the stream has 6 tokens, the others 5"),
+        ([*ROWS[:3], *ROWS[3:, :5]], r"row 3 of the stream has 5 tokens, the others 6"),
         ([[1] * 33] * 2, r"rows of 33 tokens do not fit the host's context of 32"),
-    ],
-)
-def test_bad_rows(model, rows, message):
-    with pytest.raises(TokenError, match=message):
-        gathered(as_stream(TokenStream(lambda: rows, 2), model))
-
-
-def test_rows_of_another_length_than_was_given_or_than_in_an_earlier_batch(model):
-    with pytest.raises(TokenError, match=r"row 0 of the stream has 6 tokens, the others 5"):
-        gathered(as_stream(TokenStream(lambda: ROWS, 7, row_length=5), model))
-    with pytest.raises(TokenError, match=r"row 3 of the stream has 5 tokens, the others 6"):
-        gathered(as_stream(TokenStream(lambda: [*ROWS[:3], *ROWS[3:, :5]], 7), model))
+    ):
+        with pytest.raises(TokenError, match=message):
+            length = 5 if "others 5" in message else None
+            gathered(as_stream(TokenStream(lambda rows=rows: rows, len(rows), row_length=length), model))
 
 
 def test_the_vocabulary_is_that_of_the_host_at_use(model):

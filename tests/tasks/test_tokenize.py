@@ -10,9 +10,8 @@ from swd_lens.tasks.prompt import Prompt
 from tests.tasks.test_task import GOOD, FakeHost
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
+def test_unusable_examples_are_refused_or_dropped_and_counted():
+    for bad, message in (
         (TaskExample("the cat", ("42",), ("ran",)), r"answer is not one token: '42' is 2 tokens"),
         (TaskExample("the cat", ("sat",), ("42",)), r"distractor is not one token: '42' is 2 tokens"),
         (TaskExample("the cat", ("sat", "ran"), ("ran",)), r"an answer is also a distractor: 'ran'"),
@@ -24,21 +23,13 @@ from tests.tasks.test_task import GOOD, FakeHost
         (TaskExample("cat", ("sat",), ("ran",), corrupt=""), r"empty corrupt prompt"),
         (TaskExample("cat", ("sat",), ("ran",), corrupt="the " * 9), r"corrupt prompt longer than the context: 9 tokens"),
         (TaskExample("the cat " * 5, ("sat",), ("ran",)), r"prompt longer than the context: 10 tokens, n_ctx is 8"),
-    ],
-)
-def test_unusable_examples_are_refused_or_dropped_and_counted(bad, message):
-    with pytest.raises(TaskError, match=message):
-        Task.from_examples("mine", [GOOD, bad], [GOOD], FakeHost(), validation=[GOOD])
-    task = Task.from_examples("mine", [GOOD, bad], [GOOD], FakeHost(), validation=[GOOD], on_bad="drop")
-    assert len(task.train) == 1 and sum(task.train.dropped.values()) == 1
-    (reason,) = task.train.dropped
-    assert f"1 train, 1 validation, 1 test (kept 3 of 4; dropped: 1 {reason})" in repr(task)
-
-
-def test_a_text_that_the_tokenizer_cannot_read_is_refused(default_model):
-    """A lone surrogate was a TypeError of the tokenizers' library."""
-    with pytest.raises(TaskError, match=r"this host's tokenizer cannot read 'half \\ud83d'"):
-        Prompt.of(default_model, "half \ud83d", "generate")
+    ):
+        with pytest.raises(TaskError, match=message):
+            Task.from_examples("mine", [GOOD, bad], [GOOD], FakeHost(), validation=[GOOD])
+        task = Task.from_examples("mine", [GOOD, bad], [GOOD], FakeHost(), validation=[GOOD], on_bad="drop")
+        assert len(task.train) == 1 and sum(task.train.dropped.values()) == 1
+        (reason,) = task.train.dropped
+        assert f"1 train, 1 validation, 1 test (kept 3 of 4; dropped: 1 {reason})" in repr(task)
 
 
 def test_a_tokenizer_that_puts_a_space_before_every_text():
@@ -54,10 +45,12 @@ def test_a_tokenizer_that_puts_a_space_before_every_text():
     assert (task.train.answer_ids, task.train.distractor_ids) == (((4,),), ((5,),))
 
 
-def test_greater_than_is_refused_where_digits_are_tokens_of_their_own():
+def test_what_the_tokenizer_cannot_read_or_makes_several_tokens_of_is_refused(default_model):
     reason = r"several tokens of two digits \('41' -> \['4', '<unk>'\]\).* leaves greater-than out for Qwen"
     with pytest.raises(TaskError, match=reason):
         load_task("greater_than", FakeHost())
     example = TaskExample("the cat", ("42", "43"), ("01",))
     with pytest.raises(TaskError, match=reason):
         Task.from_examples("years", [example], [example], FakeHost(), validation=[example], on_bad="drop")
+    with pytest.raises(TaskError, match=r"this host's tokenizer cannot read 'half \\ud83d'"):
+        Prompt.of(default_model, "half \ud83d", "generate")

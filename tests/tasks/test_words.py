@@ -11,25 +11,27 @@ from swd_lens.tasks.generators.words import SPLITS
 from tests.tasks.test_generators import GPT2, names_of
 
 
-def test_a_task_has_the_content_that_the_embedded_model_never_read():
+def test_a_task_has_the_content_that_the_embedded_model_never_read_and_lists_hold_each_word_once():
     for family in FAMILIES:
         assert content_of(family) == {"train": "task train", "validation": "task validation", "test": "test"}
     assert content_of("capital") == {split: split for split in SPLITS}
     # The two parts are the text's "validation", which no training document has (tested below).
-    parts = [set(words.name_pairs(part)) for part in words.TASK_PARTS]
-    assert parts[0] | parts[1] == set(words.name_pairs("validation")) and not parts[0] & parts[1]
-    parts = [set(words.object_places(part)) for part in words.TASK_PARTS]
-    assert parts[0] | parts[1] == set(words.object_places("validation")) and not parts[0] & parts[1]
-    parts = [words.start_years(part) for part in words.TASK_PARTS]
-    assert sorted(parts[0] + parts[1]) == sorted(words.start_years("validation"))
+    for content in (words.name_pairs, words.object_places, words.start_years):
+        parts = [set(content(part)) for part in words.TASK_PARTS]
+        assert parts[0] | parts[1] == set(content("validation")) and not parts[0] & parts[1]
     assert [len(names_of(owner)) for owner in words.OWNERS] == [72, 10, 14, 6, 4]
     with pytest.raises(ValueError, match="split must be one of 'train', 'validation', 'test', got 'task train'"):
         generate("capital", "task train", 1)
+    for group in (words.NAMES, words.PLACES, words.OBJECTS, words.ARGUMENTS, words.EVENTS):
+        assert len(set(group)) == len(group)
+    assert words.split_of("names", "Anna", "Mary") == words.split_of("names", "Anna", "Mary")
+    share = sum(words.split_of("x", str(i)) == "test" for i in range(4000)) / 4000
+    assert abs(share - 0.15) < 0.02
 
 
 def test_training_text_never_has_held_out_content():
     rng = random.Random(0)
-    for _ in range(2000):
+    for _ in range(1000):
         text = training_document("ioi", rng)
         names = sorted(set(re.findall(r"\b(?:" + "|".join(words.NAMES) + r")\b", text)))
         pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
@@ -61,11 +63,3 @@ def test_single_tokens_under_gpt2():
     pieces = [[tokenizer.decode([i]) for i in tokenizer.encode(" " + year)] for year in years]
     split = [piece == [" " + year[:2], year[2:]] for piece, year in zip(pieces, years, strict=True)]
     assert 0.8 < sum(split) / len(split) < 1
-
-
-def test_lists_hold_each_word_once():
-    for group in (words.NAMES, words.PLACES, words.OBJECTS, words.ARGUMENTS, words.EVENTS):
-        assert len(set(group)) == len(group)
-    assert words.split_of("names", "Anna", "Mary") == words.split_of("names", "Anna", "Mary")
-    share = sum(words.split_of("x", str(i)) == "test" for i in range(4000)) / 4000
-    assert abs(share - 0.15) < 0.02

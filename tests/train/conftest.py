@@ -7,6 +7,7 @@ import torch
 
 import swd_lens as swd
 from swd_lens.hosts import host_of
+from swd_lens.train.engine import Engine
 from tests import families
 from tests.micro import random_tokens, toy_model
 
@@ -31,6 +32,23 @@ def toy():
     return factorized("hooked")
 
 
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+def interrupt(monkeypatch, after):
+    """Ctrl-C after this many steps of any training (and their log lines)."""
+    one = Engine.advance
+
+    def stopping(self, rows):
+        if self.step == after:
+            raise KeyboardInterrupt
+        return one(self, rows)
+
+    monkeypatch.setattr(Engine, "advance", stopping)
+
+
 def text_for(model, rows: int = 24, pos: int = 10, seed: int = 0):
     return random_tokens(rows, pos, int(model.cfg.d_vocab), seed)
 
@@ -52,6 +70,10 @@ def everything(model):
 def logits(model, rows=None):
     with torch.no_grad():
         return host_of(model).run(text_for(model, 2) if rows is None else rows)
+
+
+def bits_of_units(units):
+    return {tokens: {name: t.numpy().tobytes() for name, t in kept.items()} for tokens, kept in units.checkpoints.items()}
 
 
 def bits(factors):

@@ -8,19 +8,12 @@ import torch
 
 from swd_lens.train import activations
 from tests.forwards import block_runs
-from tests.micro import toy_model
-from tests.train.baselines.test_methods import METHODS, SAME, TOKENS, bits, interrupt
-from tests.train.conftest import everything
-
-pytestmark = pytest.mark.filterwarnings("ignore:the mean margin of")  # of a model with random weights
+from tests.train.baselines.test_methods import METHODS, SAME, TOKENS
+from tests.train.conftest import bits_of_units as bits
+from tests.train.conftest import everything, interrupt
 
 
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
-
-
-@pytest.mark.parametrize("name", ["transcoder", "transcoder of an MLP", "vpd_recon"])
+@pytest.mark.parametrize("name", ["transcoder of an MLP", "vpd_recon"])
 def test_several_passes_over_a_text_run_the_host_once(model, name, tmp_path, monkeypatch):
     text = torch.cat([TOKENS[:17], TOKENS[:3]])  # 20 rows, three of them twice, in two blocks; the last is short
     function, site, settings = METHODS[name]

@@ -10,7 +10,7 @@ import swd_lens as swd
 from swd_lens.train.engine import Engine, normalized, root_mean_square
 from swd_lens.train.finetune import finetune
 from tests.micro import toy_model
-from tests.train.conftest import HELD, ROWS, bits
+from tests.train.conftest import HELD, ROWS, bits, interrupt
 
 SAME = {
     **{"progress": False, "steps": 7, "batch_size": 5, "learning_rate": 3e-3, "heldout": HELD},
@@ -26,18 +26,6 @@ def whole(toy, tmp_path_factory):
 
 def log(out):
     return (out / "log.jsonl").read_text()
-
-
-def interrupt(monkeypatch, after: int):
-    """Ctrl-C after this many steps (and their log lines)."""
-    one = Engine.advance
-
-    def stopping(self, rows):
-        if self.step == after:
-            raise KeyboardInterrupt
-        return one(self, rows)
-
-    monkeypatch.setattr(Engine, "advance", stopping)
 
 
 def test_the_log_says_what_happened(whole, toy):
@@ -63,7 +51,7 @@ def whole_best(toy, tmp_path_factory):
     return finetune(*toy, ROWS, out=out, keep="best", **SAME), out
 
 
-@pytest.mark.parametrize(("after", "keep"), [(0, "last"), (5, "best"), (6, "last")])
+@pytest.mark.parametrize(("after", "keep"), [(0, "last"), (5, "best")])
 def test_resumed_is_uninterrupted_to_the_bit(toy, whole, whole_best, tmp_path, monkeypatch, after, keep):
     model, factors = toy
     plain, reference = whole if keep == "last" else whole_best

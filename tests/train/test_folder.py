@@ -20,19 +20,16 @@ from swd_lens.hosts.embedded import WEIGHTS
 from swd_lens.hosts.embedded.corpus import load_tokenizer
 from swd_lens.train import folder as module
 from swd_lens.train.baselines import LearnedUnits
-from swd_lens.train.engine import Engine
 from swd_lens.train.finetune import finetune
 from tests import families
-from tests.micro import random_tokens, toy_model
+from tests.micro import toy_model
 from tests.remains import left_by_a_killed_process
-from tests.train.conftest import HELD, ROWS, factorized
+from tests.train.baselines.test_methods import SAME, SITE, TOKENS
+from tests.train.conftest import HELD, ROWS, factorized, interrupt
+from tests.train.conftest import bits_of_units as bits
 
-SITE = "blocks.1.mlp_out"
-TOKENS = random_tokens(24, 10)
 CONFIG = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 64, "vocab_size": families.D_VOCAB}
-# Seven steps, a checkpoint after every third.
-STEPS = {"n_tokens": 350, "tokens_per_step": 50, "checkpoint_every": 3, "progress": False}
-KINDS = ("finetune", "transcoder", "vpd_kl", "sparse")
+KINDS = ("finetune", "transcoder", "sparse")
 
 
 def train(kind, out, **more):
@@ -47,12 +44,8 @@ def train(kind, out, **more):
         made = baselines.sparse_pretrain(CONFIG, text, out=out, tokenizer=load_tokenizer(WEIGHTS), **{**quick, **more})
         return (made.folder / "model.safetensors").read_bytes()
     kept = {"adversarial": 0.5, "adversary": "persistent", "width": 12} if kind == "vpd_kl" else {"width": 12}
-    units = getattr(baselines, kind)(toy_model(), SITE, TOKENS, out=out, **{**STEPS, **kept, **more})
+    units = getattr(baselines, kind)(toy_model(), SITE, TOKENS, out=out, **{**SAME, **kept, **more})
     return bits(units)
-
-
-def bits(units):
-    return {tokens: {name: t.numpy().tobytes() for name, t in kept.items()} for tokens, kept in units.checkpoints.items()}
 
 
 def files(folder):
@@ -61,15 +54,8 @@ def files(folder):
 
 def interrupted(kind, out, after=5, **more):
     """A folder as Ctrl-C leaves it after some steps."""
-    advance = Engine.advance
-
-    def stopping(self, rows):
-        if self.step == after:
-            raise KeyboardInterrupt
-        return advance(self, rows)
-
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Engine, "advance", stopping)
+        interrupt(patch, after)
         train(kind, out, **more)
 
 
@@ -92,9 +78,6 @@ def folders(tmp_path_factory):
         patch.setenv("SWD_TEST_FOLDERS", str(tmp_path_factory.mktemp("folders")))
         yield
     original.cache_clear()
-
-
-# ---------------------------------------------------------------------------------------------- another run's files
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,9 +121,6 @@ def test_lines_that_are_no_lines_are_where_the_log_ends(tmp_path, text):
     assert (tmp_path / "run" / "log.jsonl").read_bytes() == log
 
 
-# ---------------------------------------------------------------------------------------------- who writes, and where
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_impossible_folder_is_refused_before_any_work(kind, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
@@ -162,7 +142,7 @@ def test_a_finished_run_is_read_where_nobody_may_write(kind, monkeypatch):
         assert all(f.weight is factorized("hooked")[1][site].weight for site, f in tuned.items())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["finetune", "vpd_kl", "sparse"])
 def test_what_a_kill_left_goes_modes_are_the_umasks_and_files_of_others_stay(kind, tmp_path):
     folder, result, _ = original(kind, "interrupted")
     part = {"finetune": "factors", "sparse": "model"}.get(kind, "weights")
@@ -184,9 +164,6 @@ def test_what_a_kill_left_goes_modes_are_the_umasks_and_files_of_others_stay(kin
     assert {path.stat().st_mode & 0o777 for path in written.values()} == {0o640}
 
 
-# ---------------------------------------------------------------------------------------------- processes
-
-
 LAUNCHED = """
 import sys, time
 from pathlib import Path
@@ -203,24 +180,17 @@ print(hash(str(train("transcoder", Path(sys.argv[1])))))
 """
 
 
-def process(script, *arguments, **environment):
-    fixed = {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.Popen(command, env={**os.environ, **fixed, **environment}, stdout=subprocess.PIPE, text=True)
-
-
 @pytest.mark.slow
 def test_of_two_launched_processes_one_trains_and_both_have_the_result(tmp_path):
-    both = [process(LAUNCHED, tmp_path / "run", WORLD_SIZE="2", RANK=str(rank)) for rank in range(2)]
+    fixed = {**os.environ, "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", LAUNCHED, str(tmp_path / "run")]
+    both = [subprocess.Popen(command, env={**fixed, "RANK": rank}, stdout=subprocess.PIPE, text=True) for rank in "01"]
     printed = [each.communicate()[0].split() for each in both]
     assert [each.returncode for each in both] == [0, 0]
     assert sorted(len(words) for words in printed) == [1, 1 + 7] and printed[0][-1] == printed[1][-1]
 
 
-# ---------------------------------------------------------------------------------------------- saved units
-
-
-def test_weights_of_a_run_that_differs_in_its_last_bits_only_are_refused(tmp_path):
+def test_weights_that_differ_in_their_last_bits_only_and_unknown_settings_are_refused(tmp_path):
     """Runs that keep other points have the same provenance; their weights pass every test but that of the index."""
     one, other = (LearnedUnits.load(original("transcoder", "finished")[0]) for _ in range(2))
     one.save(tmp_path)
@@ -230,9 +200,6 @@ def test_weights_of_a_run_that_differs_in_its_last_bits_only_are_refused(tmp_pat
     with pytest.raises(TrainError, match=rf"{path.name}: not what was written there"):
         LearnedUnits.load(tmp_path).at(350)
     assert bits(other) == original("transcoder", "finished")[1]
-
-
-def test_settings_that_no_units_have_are_told_with_the_folder(tmp_path):
     LearnedUnits.load(original("transcoder", "finished")[0]).save(tmp_path)
     index = read_sealed(tmp_path / "units.json", "an index")
     for changes in ({"l1": -1.0}, {"beta2": [None]}, {"tied": True}):

@@ -31,19 +31,13 @@ def processes(monkeypatch, index, n):
     return Processes()
 
 
-def test_shares_are_all_rows_once(monkeypatch):
+def test_shares_are_all_rows_once_and_what_cannot_be_shared_is_refused(monkeypatch):
     shares = [processes(monkeypatch, index, 3).share(ROWS[:8]) for index in range(3)]
     assert [len(share) for share in shares] == [3, 3, 2]
     assert sorted(torch.cat(shares).tolist()) == sorted(ROWS[:8].tolist())
-
-
-def test_only_the_first_is_main(monkeypatch):
     assert [processes(monkeypatch, index, 2).main for index in (0, 1)] == [True, False]
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert Processes().main
-
-
-def test_more_processes_than_rows_and_foreign_devices_are_refused(monkeypatch):
     with pytest.raises(FinetuneError, match=r"batch_size=2 has no row for each of 3 processes"):
         require_shares(processes(monkeypatch, 0, 3), torch.device("cpu"), 2)
     with pytest.raises(FinetuneError, match=r"process 1 has its host on cuda:0, but cuda:1 is its device"):
@@ -55,10 +49,8 @@ def test_two_processes_of_accelerate_give_what_one_gives(tmp_path):
     """`accelerate launch` on the CPU (gloo). Batches of 3 rows: one process has two of them, the other one."""
     import swd_lens as swd
 
-    model = swd.load_default_model()
-    swd.factorize(model, "blocks.*.mlp_*", sparsity=0.6, preset="quick", outer_iterations=2, progress=False).save(
-        tmp_path / "given"
-    )
+    how = {"sparsity": 0.6, "preset": "quick", "outer_iterations": 2, "progress": False}
+    swd.factorize(swd.load_default_model(), "blocks.*.mlp_*", **how).save(tmp_path / "given")
     command = [
         *("finetune", "--json", "--factors", str(tmp_path / "given"), "--tokens", "2048", "--heldout-tokens", "256"),
         *("--eval-every", "5", "--set", "batch_size=3", "--set", "steps=5"),
@@ -67,20 +59,14 @@ def test_two_processes_of_accelerate_give_what_one_gives(tmp_path):
     launch = [*("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1")]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(port)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", "PYTHONPATH": str(Path.cwd())}
-    done = subprocess.run(
-        [sys.executable, *launch, "-m", "swd_lens.cli", *command, "--out", str(tmp_path / "two")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    launched = [sys.executable, *launch, "-m", "swd_lens.cli", *command, "--out", str(tmp_path / "two")]
+    done = subprocess.run(launched, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     here = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "one")], catch_exceptions=False)
     # Printed once, by the main process.
     outs = [json.loads(printed[printed.index("{") :]) for printed in (here.stdout, done.stdout)]
-    one, two = (
-        [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()] for name in ("one", "two")
-    )
+    logs = ((tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("one", "two"))
+    one, two = ([json.loads(line) for line in lines] for lines in logs)
     assert len(one) == len(two) == 6
     for a, b in zip(one, two, strict=True):
         assert a.keys() == b.keys()

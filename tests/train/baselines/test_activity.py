@@ -4,15 +4,7 @@ import pytest
 import torch
 
 import swd_lens as swd
-from tests.micro import toy_model
 from tests.train.baselines.test_methods import SITE, TOKENS, train
-
-pytestmark = pytest.mark.filterwarnings("ignore:the mean margin of")  # of a model with random weights
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
 
 
 def test_activity_by_hand(model):

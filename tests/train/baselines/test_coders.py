@@ -12,15 +12,12 @@ def drawn(coder, seed=0):
     return coder
 
 
-def test_reconstruction_loss():
+def test_losses_by_hand():
     got, wanted = torch.tensor([[1.0, 2.0], [0.0, 0.0]]), torch.tensor([[4.0, 2.0], [0.0, 2.0]])
     # squared errors 9, 0 and 0, 4: mean 13 / 4
     assert float(reconstruction_loss(got, wanted, "mse")) == pytest.approx(3.25)
     # over the targets' norms sqrt(20) and 2: (9 / sqrt(20) + 4 / 2) / 4
     assert float(reconstruction_loss(got, wanted, "normed")) == pytest.approx((9 / 20**0.5 + 2) / 4)
-
-
-def test_transcoder_loss_by_hand():
     coder = drawn(Transcoder(2, 1, TranscoderSpec(width=2, l1=0.5, loss="mse")))
     with torch.no_grad():
         coder.W_enc.copy_(torch.tensor([[1.0, -1.0], [0.0, 2.0]]))
@@ -90,10 +87,7 @@ def test_only_dead_features_have_ghosts():
     for name, dead in (("W_enc", (slice(None), slice(3, 6))), ("W_dec", slice(3, 6)), ("b_enc", slice(3, 6))):
         assert not plain[name][dead].any() and bool((more[name][dead] != 0).all())
     assert "ghost" not in losses[0] and losses[1]["ghost"] == pytest.approx(losses[1]["error"], rel=1e-4)
-
-
-def test_features_that_fire_have_no_ghost():
-    generator = torch.Generator().manual_seed(3)
+    # Features that fire have none.
     x, y = torch.randn(64, 5, generator=generator), torch.randn(64, 3, generator=generator)
     coder = drawn(Transcoder(5, 3, TranscoderSpec(width=6, dead_after=64, ghost=True)))
     loss, said = coder.loss(x, y, 1)
@@ -121,16 +115,13 @@ def test_ghosts_bring_features_back():
     assert back[0] == 0 < back[1]
 
 
-def test_geometric_median_by_hand():
+def test_geometric_median_by_hand_and_the_start_of_a_transcoder():
     # The corners (-1, 0), (1, 0), (0, 6) are seen under 120 degrees each from (0, 1 / sqrt(3)); their mean is (0, 2).
     corners = torch.tensor([[-1.0, 0.0], [1.0, 0.0], [0.0, 6.0]])
     assert geometric_median(corners).tolist() == pytest.approx([0.0, 3**-0.5], abs=1e-3)
     # On a line it is the middle one, however far the last is; a token itself, at no distance.
     assert geometric_median(torch.tensor([[0.0], [1.0], [1000.0]])).tolist() == pytest.approx([1.0], abs=0.05)
     assert geometric_median(torch.full((4, 2), 3.0)).tolist() == [3.0, 3.0]
-
-
-def test_the_start_of_a_transcoder():
     x = torch.tensor([[-1.0, 0.0], [1.0, 0.0], [0.0, 6.0]])
     y = torch.cat([x, torch.ones(3, 1)], 1)
     for start, height in (("mean", 2.0), ("median", 3**-0.5)):

@@ -14,22 +14,26 @@ from tests.micro import random_tokens, toy_model
 from tests.units.test_exact import lost_by
 
 
-def test_pruned_neurons_of_a_host_are_attached_and_keep_the_budget():
-    model = toy_model()
-    tokens = random_tokens(8, 9)
-    sparse = baselines.pruned(model, "mlp_out", sparsity=0.5, tokens=tokens, progress=False)
+def test_pruned_neurons_and_singular_vectors_of_a_host_are_attached_and_keep_the_budget():
+    model, tokens = toy_model(), random_tokens(8, 9)
+    how, dense = {"sparsity": 0.5, "tokens": tokens, "progress": False}, model(tokens)
+    sparse = baselines.pruned(model, ["blocks.0.attn_o", "blocks.0.mlp_in", "blocks.0.mlp_out"], **how)
     for site, f in sparse.items():
-        assert f.n_units == f.d_in and f.settings["preset"] == "pruned", site
+        assert f.n_units == (f.d_out if "mlp_in" in site else f.d_in) and f.settings["preset"] == "pruned", site
         assert 0 <= f.d_in * f.d_out // 2 - f.edges <= 1
-    dense, replaced = model(tokens), None
+    sides = {site.split(".")[-1]: f.settings["basis"] for site, f in sparse.items()}
+    assert sides == {"attn_o": "input", "mlp_in": "output", "mlp_out": "input"}
+    assert baselines.pruned(model, "blocks.0.mlp_in", **how, basis="input")["blocks.0.mlp_in"].settings["basis"] == "input"
     with attach(model, sparse):
-        replaced = model(tokens)
+        assert float((model(tokens) - dense).abs().max()) > 1e-3
     with attach(model, baselines.neurons(model, "mlp_out")):
         torch.testing.assert_close(model(tokens), dense, rtol=1e-5, atol=1e-5)
-    assert float((replaced - dense).abs().max()) > 1e-3
+    for site, f in baselines.svd_pruned(model, "mlp_out", **how).items():
+        assert f.edges == f.d_in * f.d_out // 2 and f.settings["preset"] == "svd_pruned", site
+        assert f.n_units == min(f.d_in, f.d_out)
 
 
-def test_neurons_stand_on_the_side_where_the_mlp_has_them():
+def test_neurons_stand_where_the_mlp_has_them_and_a_metric_needs_text():
     model = toy_model()
     outputs = baselines.neurons(model, "blocks.0.mlp_in")["blocks.0.mlp_in"]
     assert outputs.n_units == model.cfg.d_mlp and torch.equal(outputs.write, torch.eye(model.cfg.d_mlp))
@@ -39,27 +43,19 @@ def test_neurons_stand_on_the_side_where_the_mlp_has_them():
     assert inputs.n_units == model.cfg.d_model
     heads = baselines.neurons(model, "blocks.0.attn_o")["blocks.0.attn_o"]
     assert torch.equal(heads.read, torch.eye(heads.d_in))
-
-
-def test_pruned_neurons_stand_on_their_side_too():
-    model, how = toy_model(), {"sparsity": 0.5, "tokens": random_tokens(8, 9), "progress": False}
-    sparse = baselines.pruned(model, ["blocks.0.attn_o", "blocks.0.mlp_in", "blocks.0.mlp_out"], **how)
-    sides = {site.split(".")[-1]: f.settings["basis"] for site, f in sparse.items()}
-    assert sides == {"attn_o": "input", "mlp_in": "output", "mlp_out": "input"}
-    other = baselines.pruned(model, "blocks.0.mlp_in", **how, basis="input")
-    assert other["blocks.0.mlp_in"].settings["basis"] == "input"
-
-
-def test_pruned_svd_of_a_host_keeps_the_budget():
-    model, tokens = toy_model(), random_tokens(8, 9)
-    how = {"sparsity": 0.5, "tokens": tokens, "progress": False}
-    whole = baselines.svd_pruned(model, "mlp_out", **how)
-    for site, f in whole.items():
-        assert f.edges == f.d_in * f.d_out // 2 and f.settings["preset"] == "svd_pruned", site
-        assert f.n_units == min(f.d_in, f.d_out)
-
-
-# ---------------------------------------------------------------------------------------------- whitened
+    model = toy_model()
+    with pytest.raises(ValueError, match=r"svd\(whitened=True\): whitened and weigh_outputs take their metric from text"):
+        baselines.svd(model, "mlp_out", whitened=True)
+    with pytest.raises(ValueError, match=r"svd\(whitened=False\)"):
+        baselines.svd(model, "mlp_out", tokens=random_tokens(2, 4))
+    with (
+        attach(model, baselines.neurons(model, "blocks.0.mlp_out")),
+        pytest.raises(swd.errors.AttachError, match=r"baselines\.svd"),
+    ):
+        baselines.svd(model, "mlp_out", whitened=True, tokens=random_tokens(2, 4))
+    for sites, how in (("mlp_in", {}), ("attn_o", {"weigh_outputs": True, "tokens": random_tokens(2, 4)})):
+        with pytest.raises(ValueError, match="by_head=True"):
+            baselines.svd(model, sites, by_head=True, **how)
 
 
 def test_calibration_text_is_run_once_for_all_metrics_and_factorizations():
@@ -96,24 +92,11 @@ def test_whitened_svd_of_a_host(how):
         torch.testing.assert_close(made[sites[2]].write, expected.write, rtol=1e-4, atol=1e-4)
 
 
-def test_a_metric_needs_text_and_text_a_metric():
-    model = toy_model()
-    with pytest.raises(ValueError, match=r"svd\(whitened=True\): whitened and weigh_outputs take their metric from text"):
-        baselines.svd(model, "mlp_out", whitened=True)
-    with pytest.raises(ValueError, match=r"svd\(whitened=False\)"):
-        baselines.svd(model, "mlp_out", tokens=random_tokens(2, 4))
-    with (
-        attach(model, baselines.neurons(model, "blocks.0.mlp_out")),
-        pytest.raises(swd.errors.AttachError, match=r"baselines\.svd"),
-    ):
-        baselines.svd(model, "mlp_out", whitened=True, tokens=random_tokens(2, 4))
-
-
 @pytest.mark.parametrize("whitened", [False, True])
 @pytest.mark.parametrize("kind", ["attn_o", "attn_q", "attn_qkv"])
 def test_singular_vectors_of_each_head(kind, whitened):
-    model, site = swd.load_default_model(), f"blocks.1.{kind}"
-    text = {"whitened": True, "tokens": swd.text_tokens(1_024, split="train")} if whitened else {}
+    model, site = toy_model(), f"blocks.1.{kind}"
+    text = {"whitened": True, "tokens": random_tokens(32, 16)} if whitened else {}
     f = baselines.svd(model, site, by_head=True, **text)[site]
     torch.testing.assert_close(f.product(), host_of(model).weight(swd.find_sites(model, site)[0]), atol=1e-5, rtol=0)
     d_head = model.cfg.d_head
@@ -124,10 +107,3 @@ def test_singular_vectors_of_each_head(kind, whitened):
     if not whitened:
         expected = torch.linalg.svdvals(f.product()[:d_head] if kind == "attn_o" else f.product()[:, :d_head])
         torch.testing.assert_close(of_head.norm(dim=0), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_singular_vectors_of_heads_are_refused_elsewhere():
-    model = swd.load_default_model()
-    for sites, how in (("mlp_in", {}), ("attn_o", {"weigh_outputs": True, "tokens": swd.text_tokens(256, split="train")})):
-        with pytest.raises(ValueError, match="by_head=True"):
-            baselines.svd(model, sites, by_head=True, **how)

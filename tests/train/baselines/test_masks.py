@@ -10,16 +10,11 @@ from swd_lens.train.baselines.masks import Draws, OneShot, Persistent, seed_of
 from swd_lens.train.baselines.spec import VPD_KLS, VpdSpec
 from swd_lens.train.baselines.vpd import Vpd, jittered
 from swd_lens.train.rows import Shuffled
-from tests.micro import random_tokens, toy_model
+from tests.micro import random_tokens
 
 SITE, MLP = "blocks.1.mlp_out", "blocks.0.mlp"
 TOKENS = random_tokens(24, 10)
 ONE_STEP = {"n_tokens": 50, "tokens_per_step": 50, "keep": (), "learning_rate": 1e-30, "progress": False}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
 
 
 def draws_of(n, width=4, **settings):
@@ -30,9 +25,6 @@ def draws_of(n, width=4, **settings):
 
 def weights(units):
     return {name: t for site in units for name, t in units[site].coder.state_dict(prefix=f"{site}.").items()}
-
-
-# ---------------------------------------------------------------------------------------------- routing
 
 
 def test_routes_take_every_number_of_matrices_and_every_set_alike():
@@ -72,32 +64,20 @@ def test_a_step_with_subsets_by_hand(model):
         return torch.where(route[kind][..., None], y + u[kind][..., -1:] * (x @ (w - vpd.W_enc @ vpd.W_dec)), dense)
 
     read = {}
-
-    def pre(out, hook):
-        return some("mlp_in", read["x"], mlp.W_in, out)
-
-    def post(out, hook):
-        read["h"] = out
-
     with torch.no_grad():
         dense = model(rows).log_softmax(-1)
-        masked = model.run_with_hooks(
-            rows,
-            fwd_hooks=[
-                ("blocks.0.ln2.hook_normalized", lambda out, hook: read.update(x=out * ln.w + ln.b)),
-                ("blocks.0.mlp.hook_pre", pre),
-                ("blocks.0.mlp.hook_post", post),
-                ("blocks.0.hook_mlp_out", lambda out, hook: some("mlp_out", read["h"], mlp.W_out, out)),
-            ],
-        ).log_softmax(-1)
+        hooks = [
+            ("blocks.0.ln2.hook_normalized", lambda out, hook: read.update(x=out * ln.w + ln.b)),
+            ("blocks.0.mlp.hook_pre", lambda out, hook: some("mlp_in", read["x"], mlp.W_in, out)),
+            ("blocks.0.mlp.hook_post", lambda out, hook: read.update(h=out)),
+            ("blocks.0.hook_mlp_out", lambda out, hook: some("mlp_out", read["h"], mlp.W_out, out)),
+        ]
+        masked = model.run_with_hooks(rows, fwd_hooks=hooks).log_softmax(-1)
     kl = float((dense.exp() * (dense - masked)).sum(-1).mean())
     assert kl > 0 and math.isclose(units.log["error"].iloc[0], kl, rel_tol=1e-4)
 
 
-# ---------------------------------------------------------------------------------------------- binomial masks
-
-
-def test_binomial_sources_are_0_or_1_and_the_last_one_between():
+def test_binomial_sources_are_0_or_1_and_the_last_one_between_with_jitter():
     draws = draws_of(2, masks="binomial")
     first, second = draws.sources((200, 150))
     components, remainder = first[..., :-1], first[..., -1]
@@ -106,84 +86,34 @@ def test_binomial_sources_are_0_or_1_and_the_last_one_between():
     noise = draws.noise[0]
     assert noise is not None and noise.shape == (200, 150, 4) and 0 <= float(noise.min()) < float(noise.max()) <= 1
     assert draws_of(2).noise == [None, None]
-
-
-def test_jitter_by_hand():
     # 1.05 * .4 - .05 * .2 = .42 - .01; r = 1 stays at 1 only without noise, and reaches it from 1 / 1.05
     got = jittered(torch.tensor([0.4, 1.0, 1.0]), torch.tensor([0.2, 0.0, 1.0]))
     assert got.tolist() == pytest.approx([0.41, 1.05, 1.0])
 
 
-def test_a_binomial_step_by_hand(model):
-    units = baselines.vpd_kl(model, SITE, TOKENS, **ONE_STEP, masks="binomial")
-    coder, rows = units[SITE].coder, next(Shuffled(TOKENS).batches(5, 0, 0))
-    generator = torch.Generator().manual_seed(1)
-    noise, u = (torch.rand(5, 10, n, generator=generator) for n in (32, 33))
-    with torch.no_grad():
-        dense, cache = model.run_with_cache(rows)
-        x = cache["blocks.1.mlp.hook_post"]
-        g = (1.05 * coder.importance(x) - 0.05 * noise).clamp(0, 1)
-        m = torch.where(u[..., :-1] > 0.5, 1.0, g)  # u = 1: the mask is 1; u = 0: it is g
-        y = (m * (x @ coder.W_enc)) @ coder.W_dec + coder.bias
-        y = y + u[..., -1:] * (x @ (model.blocks[1].mlp.W_out - coder.W_enc @ coder.W_dec))
-        masked = model.run_with_hooks(rows, fwd_hooks=[("blocks.1.hook_mlp_out", lambda out, hook: y)])
-    log_p, log_q = dense.log_softmax(-1), masked.log_softmax(-1)
-    kl = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
-    assert kl > 0 and math.isclose(units.log["error"].iloc[0], kl, rel_tol=1e-4)
-
-
-# ---------------------------------------------------------------------------------------------- the adversaries
-
-
 def persistent(n_tokens, **settings):
     """Of one matrix with two components and a remainder, 10 tokens a step."""
-    spec = VpdSpec(
-        fidelity="kl",
-        width=2,
-        hidden=1,
-        n_tokens=n_tokens,
-        tokens_per_step=10,
-        adversarial=0.5,
-        adversary="persistent",
-        **settings,
-    )
+    how = {"fidelity": "kl", "width": 2, "hidden": 1, "tokens_per_step": 10, "adversarial": 0.5, "adversary": "persistent"}
+    spec = VpdSpec(n_tokens=n_tokens, **how, **settings)
     return Persistent(spec, Draws([Vpd(2, 2, spec)]))
 
 
-def test_the_persistent_rate_by_hand():
+def test_one_shot_and_the_persistent_rate_by_hand():
     # 2.5% of 80 steps are 2: half the rate, then the rate
     assert [persistent(800).rate(step) for step in (1, 2, 3, 80)] == [0.005, 0.01, 0.01, 0.01]
     # int(.025 * 39) = 0: no warm-up
     assert persistent(390).rate(1) == 0.01
-
-
-def test_persistent_ascent_by_hand():
-    adversary, seen = persistent(390, persistent_rate=0.125), []
-
-    def kl(sources):
-        seen.append(sources[0].detach().clone())
-        return (sources[0] * torch.tensor([1.0, -2.0, 0.0])).sum()
-
-    (source,) = adversary.sources(kl, (2, 3), 1)
-    start = torch.rand(2, 3, 3, generator=torch.Generator().manual_seed(seed_of(0, 40)))
-    # Adam under a constant gradient moves by its sign times the rate, and not where it is zero; twice, clamped each time
-    once = (start + 0.125 * torch.tensor([1.0, -1.0, 0.0])).clamp(0, 1)
-    twice = (once + 0.125 * torch.tensor([1.0, -1.0, 0.0])).clamp(0, 1)
-    assert torch.equal(seen[0], start)
-    torch.testing.assert_close(seen[1], once)
-    torch.testing.assert_close(source.detach(), twice)
-    (0.5 * kl([source])).backward()
-    adversary.after_backward(1)
-    thrice = (twice + 0.125 * torch.tensor([1.0, -1.0, 0.0])).clamp(0, 1)
-    torch.testing.assert_close(adversary.state()["source.0"], thrice)
-    # they live on: the next step begins where this one ended
-    adversary.sources(kl, (2, 3), 2)
-    torch.testing.assert_close(seen[3], thrice)
+    draws = draws_of(1, width=2, adversarial=0.5, adversarial_steps=2, adversarial_rate=0.25)
+    (got,) = OneShot(draws.spec, draws).sources(lambda s: (s[0] * torch.tensor([3.0, -1.0, 0.0])).sum(), (2, 3), 1)
+    draws.begin(1, (2, 3))
+    (start,) = draws.uniform((2, 3))
+    # twice a quarter up, twice a quarter down, and the remainder's stays
+    assert torch.allclose(got, (start + torch.tensor([0.5, -0.5, 0.0])).clamp(0, 1))
 
 
 def test_persistent_ascent_is_adam_on_the_kl_itself():
     """Three steps of training, gradients that change: torch's Adam, with a clamp, on the KL without its weight in the loss."""
-    adversary = persistent(390, persistent_beta1=0.6)
+    adversary = persistent(390, persistent_beta1=0.6, persistent_rate=0.125)
 
     def kl(sources):
         return (sources[0] - 0.3).pow(3).sum() - sources[0].sin().sum()
@@ -192,8 +122,8 @@ def test_persistent_ascent_is_adam_on_the_kl_itself():
         sources = adversary.sources(kl, (4, 5), step)
         (0.5 * kl(sources)).backward()
         adversary.after_backward(step)
-    wanted = torch.rand(4, 5, 3, generator=torch.Generator().manual_seed(40)).requires_grad_(True)
-    adam = torch.optim.Adam([wanted], lr=0.01, betas=(0.6, 0.99), eps=1e-8, maximize=True)
+    wanted = torch.rand(4, 5, 3, generator=torch.Generator().manual_seed(seed_of(0, 40))).requires_grad_(True)
+    adam = torch.optim.Adam([wanted], lr=0.125, betas=(0.6, 0.99), eps=1e-8, maximize=True)
     for _ in range(9):
         adam.zero_grad()
         kl([wanted]).backward()
@@ -211,15 +141,6 @@ def test_what_persistent_sources_are_for(settings, shape):
     assert source.shape == shape
 
 
-def test_one_shot_by_hand():
-    draws = draws_of(1, width=2, adversarial=0.5, adversarial_steps=2, adversarial_rate=0.25)
-    (got,) = OneShot(draws.spec, draws).sources(lambda s: (s[0] * torch.tensor([3.0, -1.0, 0.0])).sum(), (2, 3), 1)
-    draws.begin(1, (2, 3))
-    (start,) = draws.uniform((2, 3))
-    # twice a quarter up, twice a quarter down, and the remainder's stays
-    assert torch.allclose(got, (start + torch.tensor([0.5, -0.5, 0.0])).clamp(0, 1))
-
-
 @pytest.mark.parametrize("before", [0, 2])
 def test_persistent_masks_are_worse_than_random_ones(model, before):
     """On rows that come back, as sources belong to places and not to tokens; also by the steps after backward passes alone."""
@@ -228,9 +149,6 @@ def test_persistent_masks_are_worse_than_random_ones(model, before):
     log = baselines.vpd_kl(model, SITE, TOKENS[:5], **how, **adversary).log
     assert log["adversarial"].iloc[-1] > 1.3 * log["adversarial"].iloc[0]
     assert (log["adversarial"].iloc[10:] > log["error"].iloc[10:]).all()
-
-
-# ---------------------------------------------------------------------------------------------- the recipe
 
 
 def test_vpd_pile4l(model):

@@ -13,15 +13,15 @@ from swd_lens.base.errors import TrainError
 from swd_lens.train.baselines import LearnedUnits
 from swd_lens.train.engine import Engine
 from tests import families
-from tests.micro import random_split, random_tokens, toy_model
-from tests.train.conftest import everything
-
-pytestmark = pytest.mark.filterwarnings("ignore:the mean margin of")  # of a model with random weights
+from tests.micro import random_tokens, toy_model
+from tests.train.conftest import bits_of_units as bits
+from tests.train.conftest import everything, interrupt
 
 SITE = "blocks.1.mlp_out"
 TOKENS = random_tokens(24, 10)
 # Seven steps of five rows, a checkpoint after every third.
 SAME = {"n_tokens": 350, "tokens_per_step": 50, "checkpoint_every": 3, "progress": False}
+EVERYTHING_ELSE = {"adversarial": 0.5, "adversary": "persistent", "routing": "subset", "masks": "binomial", "clip": 0.01}
 METHODS = {
     "transcoder": (baselines.transcoder, SITE, {"dead_after": 60}),
     "transcoder of an MLP": (baselines.transcoder, "blocks.1.mlp", {"width": 24}),
@@ -30,22 +30,13 @@ METHODS = {
     "vpd_kl": (baselines.vpd_kl, SITE, {"adversarial": 0.5, "importance": "shared_mlp"}),
     "vpd_kl of an MLP": (baselines.vpd_kl, "blocks.0.mlp", {"faithfulness": 1.0}),
     "transcoder with ghosts": (baselines.transcoder, SITE, {"dead_after": 60, "ghost": True, "start": "median"}),
-    "vpd_kl, everything else": (
-        baselines.vpd_kl,
-        "blocks.0.mlp",
-        {"adversarial": 0.5, "adversary": "persistent", "routing": "subset", "masks": "binomial", "clip": 0.01},
-    ),
+    "vpd_kl, everything else": (baselines.vpd_kl, "blocks.0.mlp", EVERYTHING_ELSE),
 }
 
 
-@pytest.fixture(scope="module")
-def model():
-    return toy_model()
-
-
-def train(model, name, **more):
+def train(model, name, tokens=TOKENS, **more):
     function, site, settings = METHODS[name]
-    return function(model, site, TOKENS, **{**SAME, **settings, **more})
+    return function(model, site, tokens, **{**SAME, **settings, **more})
 
 
 @cache
@@ -54,43 +45,24 @@ def whole_of(model, name):
     return train(model, name)
 
 
-def bits(units):
-    return {tokens: {name: t.numpy().tobytes() for name, t in weights.items()} for tokens, weights in units.checkpoints.items()}
-
-
-def interrupt(monkeypatch, after):
-    one = Engine.advance
-
-    def stopping(self, rows):
-        if self.step == after:
-            raise KeyboardInterrupt
-        return one(self, rows)
-
-    monkeypatch.setattr(Engine, "advance", stopping)
-
-
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_resumed_is_uninterrupted_to_the_bit_and_the_host_as_it_was(model, name, tmp_path, monkeypatch):
-    before = everything(model)
-    whole = whole_of(model, name)
-    for after in (2, 5):
-        out = tmp_path / str(after)
-        with monkeypatch.context() as patch:
-            interrupt(patch, after)
-            with pytest.raises(KeyboardInterrupt):
-                train(model, name, out=out)
-        assert everything(model) == before
-        with open(out / "log.jsonl", "a") as file:
-            file.write('{"step": 6, "lo')  # a kill in the middle of a line
-        made, one = [], Engine.advance
-        with monkeypatch.context() as patch:
-            patch.setattr(Engine, "advance", lambda self, rows, made=made, one=one: made.append(self.step) or one(self, rows))
-            resumed = train(model, name, out=out)
-        assert made == list(range(after - after % 3, 7))  # from the last checkpoint on
-        assert bits(resumed) == bits(whole) and resumed.log.equals(whole.log)
-        assert bits(LearnedUnits.load(out)) == bits(whole)
-        assert sorted(path.name for path in out.iterdir()) == ["log.jsonl", "run.json", "units.json", "weights"]
+    before, whole, out = everything(model), whole_of(model, name), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        interrupt(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, name, out=out)
+    assert everything(model) == before
+    with open(out / "log.jsonl", "a") as file:
+        file.write('{"step": 6, "lo')  # a kill in the middle of a line
+    made, one = [], Engine.advance
+    monkeypatch.setattr(Engine, "advance", lambda self, rows: made.append(self.step) or one(self, rows))
+    resumed = train(model, name, out=out)
+    assert made == [3, 4, 5, 6]  # from the last checkpoint on
+    assert bits(resumed) == bits(whole) and resumed.log.equals(whole.log)
+    assert bits(LearnedUnits.load(out)) == bits(whole)
+    assert sorted(path.name for path in out.iterdir()) == ["log.jsonl", "run.json", "units.json", "weights"]
     assert everything(model) == before
     assert list(whole.checkpoints) == [50, 100, 200, 350]
     assert whole.log["loss"].iloc[-1] < whole.log["loss"].iloc[0] or "kl" in name
@@ -125,51 +97,41 @@ def test_save_and_load(model, name, tmp_path):
         units.at(77)
 
 
-@pytest.mark.parametrize("name", ["transcoder", "transcoder of an MLP", "vpd_recon of an MLP"])
-def test_units_of_another_host_are_refused(model, name):
-    units, other = whole_of(model, name), toy_model()
+def test_units_of_another_host_or_weight_processing_are_refused(model):
+    other, bf16, folded = toy_model(), toy_model().to(torch.bfloat16), toy_model()
+    others = dict.fromkeys(("center_writing_weights", "center_unembed", "refactor_factored_attn_matrices"), False)
+    folded.process_weights_(fold_ln=True, **others)
     with torch.no_grad():
         for block in other.blocks:
             block.mlp.W_out.mul_(1.5)
-    with pytest.raises(swd.AttachError, match="were made from another W than this host has now"):
-        swd.attach(other, units)
-    bf16 = toy_model().to(torch.bfloat16)  # the same weights, rounded: they belong
-    with torch.no_grad(), swd.attach(bf16, units):
-        assert torch.isfinite(bf16(TOKENS[:2])).all()
-
-
-def test_units_of_another_weight_processing_are_refused(model):
-    """A whole MLP's units belong to its matrices as they are: mlp_in changes when LayerNorm is folded into it."""
-    units, folded = whole_of(model, "transcoder of an MLP"), toy_model()
-    folded.process_weights_(
-        fold_ln=True, center_writing_weights=False, center_unembed=False, refactor_factored_attn_matrices=False
-    )
+    for name in ("transcoder", "transcoder of an MLP", "vpd_recon of an MLP"):
+        with pytest.raises(swd.AttachError, match="were made from another W than this host has now"):
+            swd.attach(other, whole_of(model, name))
+        with torch.no_grad(), swd.attach(bf16, whole_of(model, name)):  # the same weights, rounded: they belong
+            assert torch.isfinite(bf16(TOKENS[:2])).all()
+    # A whole MLP's units belong to its matrices as they are: mlp_in changes when LayerNorm is folded into it.
     with pytest.raises(swd.AttachError, match=r"with fold_ln=False.* has fold_ln=True.*\. Load the host as it was then"):
-        swd.attach(folded, units)
+        swd.attach(folded, whole_of(model, "transcoder of an MLP"))
 
 
 @pytest.mark.parametrize("name", ["transcoder", "vpd_kl of an MLP"])
 def test_bfloat16_products_are_for_training_only(model, name):
-    rounded, exact = train(model, name, autocast="bfloat16"), whole_of(model, name)
-    assert all(t.dtype in (torch.float32, torch.int64) for t in rounded.checkpoints[350].values())
+    rounded, exact = train(model, name, autocast="bfloat16", n_tokens=100), whole_of(model, name)
+    assert all(t.dtype in (torch.float32, torch.int64) for t in rounded.checkpoints[100].values())
     assert 0 < abs(rounded.log["loss"].iloc[0] - exact.log["loss"].iloc[0]) < 0.05 * exact.log["loss"].iloc[0]
 
 
-def test_the_callers_random_numbers_and_switches_are_left_alone(model):
+def test_the_callers_random_numbers_stay_and_memory_maps_and_streams_are_text_too(model, tmp_path):
     before = torch.get_rng_state()
     with torch.no_grad():
         train(model, "vpd_kl", n_tokens=50)
         assert not torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_memory_maps_and_streams_are_text_too(model, tmp_path):
     mapped = np.memmap(tmp_path / "tokens.bin", dtype=np.uint16, mode="w+", shape=(24, 10))
     mapped[:] = TOKENS.numpy()
     stream = swd.TokenStream(lambda: iter(TOKENS), n_rows=24)
-    one, two = (baselines.transcoder(model, SITE, text, **SAME) for text in (mapped, stream))
-    assert bits(one) == bits(two)
-    assert bits(one) != bits(baselines.transcoder(model, SITE, TOKENS, **SAME))  # in its own order, not shuffled
+    one, two, shuffled = (train(model, "transcoder", tokens=text, n_tokens=100) for text in (mapped, stream, TOKENS))
+    assert bits(one) == bits(two) != bits(shuffled)  # in its own order, not shuffled
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -178,7 +140,7 @@ def test_a_bridge_gives_the_same_units(kind):
     hosts = [families.bridge(kind), families.hooked(kind)]
     text = families.some_tokens(16, 10)
     for function, site in ((baselines.transcoder, "blocks.1.mlp"), (baselines.vpd_recon, "blocks.1.mlp")):
-        made = [function(host, site, text, **SAME) for host in hosts]
+        made = [function(host, site, text, **{**SAME, "n_tokens": 100}) for host in hosts]
         for name in made[0]:
             a, b = (units[name].coder for units in made)
             torch.testing.assert_close(a.W_dec, b.W_dec, rtol=1e-3, atol=1e-4)
@@ -187,35 +149,15 @@ def test_a_bridge_gives_the_same_units(kind):
             assert swd.fidelity(host, made[0], text).kl >= 0
 
 
-def test_a_whole_mlp_pools_its_units(model):
-    units, split = whole_of(model, "vpd_recon of an MLP"), random_split()
-    scores = swd.attribute(model, units, split)
-    curve = swd.evaluate(model, units, split, scores)
-    assert set(scores.scores) == {"blocks.0.mlp_in", "blocks.0.mlp_out"} == set(units)
-    assert curve.rows["units"].iloc[-1] == units.n_units == 64  # 32 components of each matrix
-    assert curve.rows["edges"].iloc[-1] == units.edges == 64 * (16 + 32)
-
-
-def test_learned_units_compare_with_swd(model):
-    factors = swd.factorize(model, SITE, sparsity=0.5, preset="quick", outer_iterations=4, progress=False)
-    methods = {"SWD": factors, "TC": whole_of(model, "transcoder"), "VPD": lambda: train(model, "vpd_recon")}
-    split = random_split()
-    others = [random_split(name=name, seed=seed) for name, seed in (("validation", 2), ("test", 1))]
-    task = swd.Task("by hand", split, *others, "by hand", False)
-    table = swd.compare(model, methods, task, tokens=TOKENS).table()
-    assert list(table["method"]) == ["SWD", "TC", "VPD"] and table["CE difference"].notna().all()
-
-
-def test_long_runs_log_some_steps_the_first_the_last_and_those_that_are_kept(model, monkeypatch):
-    monkeypatch.setattr("swd_lens.train.baselines.methods._LOG_LINES", 2)  # 7 steps: every third
-    assert train(model, "transcoder", keep=()).log["step"].tolist() == [1, 3, 6, 7]
-    assert train(model, "transcoder", keep=(100,)).log["step"].tolist() == [1, 2, 3, 6, 7]
-
-
-def test_what_is_kept(model):
-    assert list(train(model, "transcoder", keep=()).checkpoints) == [350]
-    assert list(train(model, "transcoder", keep=(60, 150)).checkpoints) == [100, 150, 350]  # the step that reaches it
-    assert list(train(model, "transcoder", keep=100).checkpoints) == [100, 350]
+def test_what_is_kept_and_which_steps_long_runs_log(model, monkeypatch):
+    monkeypatch.setattr("swd_lens.train.baselines.methods._LOG_LINES", 2)  # 7 steps: every third, the first, the last, kept ones
+    for keep, kept, logged in (
+        ((), [350], [1, 3, 6, 7]),
+        ((60, 150), [100, 150, 350], [1, 2, 3, 6, 7]),  # the step that reaches it
+        (100, [100, 350], [1, 2, 3, 6, 7]),
+    ):
+        units = train(model, "transcoder", keep=keep)
+        assert (list(units.checkpoints), units.log["step"].tolist()) == (kept, logged)
     for keep, got in (((999,), "999"), (True, "True")):
         with pytest.raises(TrainError, match=rf"keep \(token counts\) must be a whole number from 1 to 350, got {got}"):
             train(model, "transcoder", keep=keep)
@@ -224,10 +166,9 @@ def test_what_is_kept(model):
 def test_what_cannot_be_trained_is_refused(model):
     with pytest.raises(TrainError, match=r"'mlp_out' names 2 sites .*; a baseline is trained on one"):
         baselines.transcoder(model, "mlp_out", TOKENS, **SAME)
-    with pytest.raises(TrainError, match="tokens_per_step=55 cannot be made of these 24 rows of 10 tokens"):
-        train(model, "transcoder", tokens_per_step=55)
-    with pytest.raises(TrainError, match="tokens_per_step=500 cannot be made of these 24 rows of 10 tokens"):
-        train(model, "transcoder", tokens_per_step=500, n_tokens=500)
+    for size in (55, 500):
+        with pytest.raises(TrainError, match=f"tokens_per_step={size} cannot be made of these 24 rows of 10 tokens"):
+            train(model, "transcoder", tokens_per_step=size, n_tokens=500)
     with pytest.raises(TrainError, match="for fidelity='kl' call vpd_kl"):
         train(model, "vpd_recon", fidelity="kl")
     with pytest.raises(TrainError, match="checkpoint_every must be a whole number of at least 1, got 0"):

@@ -10,30 +10,33 @@ from swd_lens.train.baselines.sparse_network import config_of, matrices, new_net
 from tests.train.baselines.test_sparse_recipe import CONFIG, TEXT, tokenizer
 
 
-@pytest.mark.parametrize("name", ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"])
-def test_a_row_is_an_output(name):
-    """An output of small weights keeps one; an input of small weights keeps none. Conv1D holds (d_in, d_out)."""
+def test_a_row_is_an_output_a_token_or_a_position_and_projection_by_hand():
+    """A row of small weights keeps one; an input of small weights keeps none. Conv1D holds (d_in, d_out)."""
     network = new_network(config_of(CONFIG), 0)
-    weight = network.get_submodule(f"transformer.h.1.{name}").weight
+    block = network.transformer.h[1]
+    linear = [part.weight for part in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)]
+    embeddings = [network.transformer.wte.weight, network.transformer.wpe.weight]
     with torch.no_grad():
-        weight[:, 3] *= 1e-4
-        weight[5] *= 1e-4
+        for weight in linear:
+            weight[:, 3] *= 1e-4
+            weight[5] *= 1e-4
+        for weight in embeddings:
+            weight[7] *= 1e-4
     for matrix in matrices(network):
         project_(matrix, 0.2)
-    assert int((weight[:, 3] != 0).sum()) == 1 and int((weight[5] != 0).sum()) <= 1
-    assert bool((weight != 0).any(0).all())
-
-
-def test_a_row_of_an_embedding_is_a_token_or_a_position():
-    network = new_network(config_of(CONFIG), 0)
-    for embedding in (network.transformer.wte.weight, network.transformer.wpe.weight):
-        with torch.no_grad():
-            embedding[7] *= 1e-4
-    for matrix in matrices(network):
-        project_(matrix, 0.2)
-    for embedding in (network.transformer.wte.weight, network.transformer.wpe.weight):
-        assert int((embedding[7] != 0).sum()) == 1 and bool((embedding != 0).any(1).all())
+    for weight in linear:
+        assert int((weight[:, 3] != 0).sum()) == 1 and int((weight[5] != 0).sum()) <= 1 and bool((weight != 0).any(0).all())
+    for weight in embeddings:
+        assert int((weight[7] != 0).sum()) == 1 and bool((weight != 0).any(1).all())
     assert network.lm_head.weight is network.transformer.wte.weight
+    matrix = torch.tensor([[4.0, -5.0, 3.0], [0.1, 0.2, -0.3]])
+    project_(matrix, 0.5)  # 3 of 6: the rows' largest, -5 and -0.3, then 4
+    assert matrix.tolist() == [[4.0, -5.0, 0.0], [0.0, 0.0, pytest.approx(-0.3)]]
+    with pytest.raises(ValueError, match="keeps 1 entries"):
+        project_(matrix, 0.2)
+    ties = torch.ones(4, 5)
+    project_(ties, 0.63)
+    assert int((ties != 0).sum()) == 12 and bool((ties != 0).any(1).all())
 
 
 def test_how_the_network_is_drawn():
@@ -73,14 +76,3 @@ def test_the_gelu_is_exact_in_every_host(kind, tmp_path):
     approximate = GPT2LMHeadModel(network.config)
     approximate.load_state_dict(network.state_dict())
     assert float((approximate(TEXT).logits - wanted).abs().max()) > 1e-3
-
-
-def test_projection_by_hand():
-    matrix = torch.tensor([[4.0, -5.0, 3.0], [0.1, 0.2, -0.3]])
-    project_(matrix, 0.5)  # 3 of 6: the rows' largest, -5 and -0.3, then 4
-    assert matrix.tolist() == [[4.0, -5.0, 0.0], [0.0, 0.0, pytest.approx(-0.3)]]
-    with pytest.raises(ValueError, match="keeps 1 entries"):
-        project_(matrix, 0.2)
-    ties = torch.ones(4, 5)
-    project_(ties, 0.63)
-    assert int((ties != 0).sum()) == 12 and bool((ties != 0).any(1).all())

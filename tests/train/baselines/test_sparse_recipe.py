@@ -76,11 +76,7 @@ def test_against_a_second_writing_of_the_recipe(tmp_path):
 
 def thinned(matrix, density):
     """floor(d numel) entries: of every row its largest, then the largest of what is left."""
-    order = sorted(range(matrix.numel()), key=lambda i: -abs(float(matrix.flatten()[i])))
-    return keep_first(matrix, order, density)
-
-
-def keep_first(matrix, order, density):
+    order = matrix.flatten().abs().argsort(descending=True, stable=True).tolist()
     columns, seen, best = matrix.shape[1], set(), []
     for i in order:
         if i // columns not in seen:
@@ -103,14 +99,7 @@ def test_held_out_text_is_judged_in_float32(tmp_path):
     assert in_float32.log["loss"][2] != made.log["loss"][2]  # bfloat16 was at work
 
 
-def test_shares_are_whole_updates():
-    assert SparseSpec(updates=100, tokens_per_update=1, warmup=0.29, falling_until=0.57).n0 == 29  # 28.999... in floats
-    assert SparseSpec(updates=100, tokens_per_update=1, warmup=0.29, falling_until=0.57).n1 == 57
-    at_once = SparseSpec(updates=4, tokens_per_update=8, warmup=0.0, falling_until=0.0)
-    assert (at_once.rate(0), at_once.density(0)) == (pytest.approx(3e-4 / math.sqrt(0.2)), 0.2)
-
-
-def test_what_decides_the_bits_is_in_the_recipe(tmp_path):
+def test_what_decides_the_bits_is_in_the_recipe_and_shares_are_whole_updates(tmp_path):
     train(tmp_path, stop_after=1)
     assert train(tmp_path, config={**CONFIG, "n_inner": 64}, stop_after=1).log["step"].tolist() == [1]  # 4 * 16: the same
     with pytest.raises(swd.ResumeError, match=r"layer_norm_epsilon 1e-05 then, 0\.001 now"):
@@ -118,6 +107,10 @@ def test_what_decides_the_bits_is_in_the_recipe(tmp_path):
     (tmp_path / "model" / "config.json").unlink()
     with pytest.raises(swd.ResumeError, match=r"config\.json is missing"):
         train(tmp_path, stop_after=1)
+    assert SparseSpec(updates=100, tokens_per_update=1, warmup=0.29, falling_until=0.57).n0 == 29  # 28.999... in floats
+    assert SparseSpec(updates=100, tokens_per_update=1, warmup=0.29, falling_until=0.57).n1 == 57
+    at_once = SparseSpec(updates=4, tokens_per_update=8, warmup=0.0, falling_until=0.0)
+    assert (at_once.rate(0), at_once.density(0)) == (pytest.approx(3e-4 / math.sqrt(0.2)), 0.2)
 
 
 def test_what_would_fail_late_is_refused_first(tmp_path):
@@ -136,49 +129,24 @@ def test_what_would_fail_late_is_refused_first(tmp_path):
     train(tmp_path / "earlier", end_density=0.05, stop_after=4)  # density .37 when it stops
 
 
-# ---------------------------------------------------------------------------------------------- method.md §0.2
-
-
-def test_the_papers_schedule():
+def test_the_papers_schedule_and_preset():
     assert (PAPER.n0 // 131_072, PAPER.n1 // 131_072, PAPER.updates) == (381, 30_516, 38_146)
     before_22000 = 21_999 * 131_072  # tokens before the 22,000th update
     assert before_22000 == 2_883_452_928
     assert PAPER.density(before_22000) == pytest.approx(0.3151944858, abs=5e-11)
     assert PAPER.density(0) == 1.0 and PAPER.density(PAPER.n1) == 0.2 == PAPER.density(PAPER.tokens)
-
-
-def test_the_papers_preset():
-    """Appendix, "Optimization and sparsification", number by number; stopped at 2,883,584,000 tokens."""
-    paper = SPARSE_PRETRAINS["paper"].as_dict()
-    assert paper == {
-        "updates": 38_146,
-        "tokens_per_update": 131_072,
-        "end_density": 0.2,
-        "learning_rate": 3e-4,
-        "warmup": 0.01,
-        "falling_until": 0.8,
-        "stop_after": 22_000,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "eps": 0.1,
-        "weight_decay": 1e-3,
-        "autocast": "bfloat16",
-        "seed": 0,
-    }
-    assert (PAPER.n0, PAPER.n1, PAPER.tokens) == (49_938_432, 3_999_793_152, 4_999_872_512)
-    assert paper["stop_after"] * paper["tokens_per_update"] == 2_883_584_000
-
-
-def test_the_papers_nonzeros():
-    density = PAPER.density(21_999 * 131_072)
-    blocks = sum(budget(a * b, density) for a, b in BLOCKS)
-    assert blocks == 26_770_920
-    assert blocks + sum(budget(a * b, density) for a, b in EMBEDDINGS) == 39_184_479
-
-
-def test_learning_rate():
-    assert PAPER.rate(0) == 0.0
-    assert PAPER.rate(PAPER.n0) == pytest.approx(3e-4)
     halfway = (PAPER.n0 + PAPER.tokens) // 2
     assert PAPER.rate(halfway) == pytest.approx(0.5 * 3e-4 / PAPER.density(halfway) ** 0.5, rel=1e-6)
-    assert PAPER.rate(PAPER.tokens) == 0.0
+    assert PAPER.rate(0) == 0.0 == PAPER.rate(PAPER.tokens) and PAPER.rate(PAPER.n0) == pytest.approx(3e-4)
+    # Nonzeros of the blocks, and with the embeddings.
+    blocks = sum(budget(a * b, PAPER.density(before_22000)) for a, b in BLOCKS)
+    assert blocks == 26_770_920
+    assert blocks + sum(budget(a * b, PAPER.density(before_22000)) for a, b in EMBEDDINGS) == 39_184_479
+    paper = SPARSE_PRETRAINS["paper"].as_dict()
+    assert paper == {
+        "updates": 38_146, "tokens_per_update": 131_072, "end_density": 0.2, "learning_rate": 3e-4, "warmup": 0.01,
+        "falling_until": 0.8, "stop_after": 22_000, "beta1": 0.9, "beta2": 0.95, "eps": 0.1, "weight_decay": 1e-3,
+        "autocast": "bfloat16", "seed": 0,
+    }  # fmt: skip
+    assert (PAPER.n0, PAPER.n1, PAPER.tokens) == (49_938_432, 3_999_793_152, 4_999_872_512)
+    assert paper["stop_after"] * paper["tokens_per_update"] == 2_883_584_000
