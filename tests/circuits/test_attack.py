@@ -281,15 +281,15 @@ def unbound(found: Attack, generator: torch.Generator) -> float:
 
 @pytest.mark.slow
 def test_p_is_uniform_on_the_embedded_model(default_model, monkeypatch):
-    """120 adversaries that learned nothing, on neurons of the last MLP."""
+    """200 adversaries that learned nothing, on neurons of the last MLP."""
     factors = swd.baselines.neurons(default_model, "blocks.3.mlp_out")
     task = swd.load_task("gendered_pronoun", default_model, n_train=200, n_validation=20, n_test=24)
     scores = swd.attribute(default_model, factors, task)
     generator, p, dense = torch.Generator().manual_seed(1), [], swd.circuits.dense_cache.DenseCache()
     blind(monkeypatch, generator)
     circuit = Circuit.of(factors, scores, scores.ranking()[:8])
-    for draw in range(120):
+    for draw in range(200):
         found = attack(default_model, factors, task, circuit, n=19, seed=100 * draw, max_prompts=1, dense=dense)
         p.append(unbound(found, generator))
     assert kstest(p, "uniform").pvalue > 0.01
-    assert sum(each <= 0.05 for each in p) <= 15  # .05 of 120, give or take 2 * 2.4, twice
+    assert sum(each <= 0.05 for each in p) <= 22  # .05 of 200, give or take 2 * 3.1, twice

@@ -46,10 +46,10 @@ def test_p_is_uniform_for_random_circuits_of_the_embedded_model(match, n_units, 
     factors = swd.baselines.neurons(model, SITE)
     task = swd.load_task("gendered_pronoun", model, n_train=200, n_validation=20, n_test=24)
     scores = swd.attribute(model, factors, task)
-    circuits = random_circuits(factors, scores, n_units, 120, best)
+    circuits = random_circuits(factors, scores, n_units, 200, best)
     found = uniformity(p_values(model, factors, task.test, circuits, match))
     assert min(found["KS recovered"], found["KS drop"]) > 0.005, found
-    assert max(found["recovered <= .05"], found["drop <= .05"]) < 0.13, found  # .05 give or take 2 * .02, twice
+    assert max(found["recovered <= .05"], found["drop <= .05"]) < 0.11, found  # .05 give or take 2 * .015, twice
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ def p_of_noise(model, tokens, draws, n):
 @pytest.mark.slow
 def test_p_is_uniform_for_a_replacement_whose_error_is_noise(monkeypatch):
     monkeypatch.setattr(Runs, "verify", lambda self, rows: None)  # noise differs from run to run
-    p = torch.tensor(list(p_of_noise(toy_model(), random_tokens(60, 17), 120, 19)))
+    p = torch.tensor(list(p_of_noise(toy_model(), random_tokens(60, 17), 200, 19)))
     for of in p.T:
         uniform = of - torch.rand(len(of), generator=torch.Generator().manual_seed(0)) / 20  # p has steps of 1 / 20
         assert kstest(uniform.numpy(), "uniform").pvalue > 0.01
