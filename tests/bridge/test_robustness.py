@@ -1,4 +1,4 @@
-"""attack, dense_transfer and disagreement on a TransformerBridge: what must hold on every host."""
+"""attack, dense_transfer, disagreement and multiverse on a TransformerBridge: what must hold on every host."""
 
 import pytest
 import torch
@@ -55,3 +55,11 @@ def test_disagreement_has_fidelitys_mean_and_errors(made):
     found, beside = swd.disagreement(model, factors, tokens, n=2), swd.fidelity(model, factors, tokens, local=True)
     assert found.relmse == pytest.approx(dict(beside.local_relmse), rel=1e-4)
     assert found.value("p50") <= beside.kl * 32 and found.value("max") >= beside.kl
+
+
+@pytest.mark.quick_cases(1)
+def test_multiverse_runs(made):
+    model, factors, task = made
+    methods = {"SWD": factors, "neurons": swd.baselines.neurons(model, "blocks.*.mlp_out")}
+    found = swd.multiverse(methods, model, task, scores="first_order", ablations="mean", n=9)
+    assert len(found.rows) == 4 and found.method == "SWD"
