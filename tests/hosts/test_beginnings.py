@@ -1,6 +1,7 @@
 """Rows begin as the host's text does: Grams, fidelity and tasks see one first token, and rows that do not are told."""
 
 import json
+import math
 import shutil
 import warnings
 from contextlib import nullcontext
@@ -73,6 +74,15 @@ def test_the_text_goes_on_from_row_to_row(model):
     packed = swd.pack_text(model, TEXT[0], context=16)
     assert torch.equal(packed[:, 0], torch.zeros(len(packed), dtype=torch.int64))
     assert torch.equal(packed[:, 1:], swd.pack_text(model, TEXT[0], context=15, bos=False)[: len(packed)])
+
+
+@both_ways
+def test_cross_entropy_of_the_default_text_is_that_with_bos_put_by_hand(model):
+    by_hand = torch.cat([torch.full((8, 1), BOS), swd.load_text(TEXT, model, 8 * 15, context=15, bos=False)], 1)
+    factors = swd.factorize(model, SITE, sparsity=0.5, calibration="zero-data", **QUICK)
+    measured = swd.fidelity(model, factors, swd.load_text(TEXT, model, 8 * 16, context=16))
+    assert measured.ce_dense == swd.fidelity(model, factors, by_hand).ce_dense
+    assert math.isclose(measured.ce_dense, ce_by_hand(model, by_hand), rel_tol=1e-5)
 
 
 @both_ways

@@ -301,3 +301,23 @@ def test_no_unit_is_an_inference_tensor(density, mode):
     scores = swd.attribute(model, {name: f}, random_split())
     same = Factors(f.read.clone(), f.write.clone(), offsets=Offsets(torch.ones(64), torch.ones(64)))
     assert torch.equal(scores.scores[name], swd.attribute(model, {name: same}, random_split()).scores[name])
+
+
+def test_a_deep_copy_watches_its_own_weights_and_factors(model):
+    factors = {"blocks.1.mlp_out": everywhere(model)["blocks.1.mlp_out"]}
+    with attach(model, factors):
+        other = copy.deepcopy(model)
+        assert torch.equal(other(TOKENS), model(TOKENS))
+        with torch.no_grad():
+            other.blocks[1].mlp.W_out.mul_(2)
+        with pytest.raises(AttachError, match=WEIGHT.format(r"blocks\.1\.mlp_out")):
+            other(TOKENS)
+        model(TOKENS)
+
+
+def test_rows_that_are_exchanged_in_place_change_the_fingerprint(model):
+    factors, weight = factorized(model), model.blocks[1].mlp.W_out
+    attach(model, factors).detach()
+    weight.data.copy_(weight.data[torch.tensor([1, 0, *range(2, 32)])])
+    with pytest.raises(AttachError, match=r"blocks\.1\.mlp_out"):
+        attach(model, factors)
