@@ -130,9 +130,11 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path):
         ({"threads": ["2"]}, "speed: threads is not of type"),
         ({"section": "Speed"}, "section 'Speed'; choose of Demo"),
         ({"commit": "main"}, "commit 'main' is no hash"),
+        ({"date": "yesterday"}, "date 'yesterday' is not of the form"),
         ({"name": "size"}, "its name is 'size'"),
         ({"tables": [{"title": "t", "columns": ["a", "b"], "rows": [["1"]]}]}, "a row has 1 cells for 2 columns"),
         ({"tables": [{"title": "t", "columns": ["a"], "rows": [["|x|"]]}]}, "ends a cell"),
+        ({"tables": [{"title": "t", "columns": ["a"], "rows": [], "align": ["up"]}]}, "align has 'up'"),
     ):
         path.write_text(json.dumps({key: item for key, item in (whole | values).items() if item is not None}))
         with pytest.raises(ResultsError, match=re.escape(message)) as refused:

@@ -101,6 +101,7 @@ def test_bad_auto_circuit_files(tmp_path):
         (json.dumps({"prompts": [{**PROMPT, "answers": [5]}]}), "prompt 0 holds token ids"),
         (json.dumps({"prompts": [{**PROMPT, "corrupt": [5]}]}), "prompt 0 holds token ids"),
         (json.dumps({"prompts": [{**PROMPT, "answers": "sat"}]}), "of prompt 0 must be lists of strings"),
+        (json.dumps({"prompts": [PROMPT, PROMPT]}), "holds 1 different prompts; train, validation and test need"),
     ):
         path = tmp_path / "mine.json"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -150,6 +151,7 @@ def test_bad_lines_are_named_by_their_number(tmp_path):
         ('{"prefix": "a", "corr_prefix": "b", "digits": "12o"}', r"line 3: 'digits' must be .* got '12o'"),
         ('{"prefix": "a", "corr_prefix": "b", "digits": 41.9}', r"line 3: 'digits' must be .* got 41.9"),
         ('{"prefix": "a", "corr_prefix": "b", "digits": Infinity}', r"line 3: 'digits' must be .* got inf"),
+        ('{"prefix": "a", "corr_prefix": "b", "digits": ' + "9" * 5000 + "}", r"line 3 is not JSON \(Exceeds the limit"),
         ("[" * 100_000, r"line 3 is not JSON \(.*recursion"),
         (b'{"prompt": "caf\xe9"}', r"line 3 is not UTF-8 text .* save the file as UTF-8"),
         ('{"prefix": "a", "corr_prefix": "b", "digits": 100}', r"line 3: 'digits' must be .* got 100"),

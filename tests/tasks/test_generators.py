@@ -93,6 +93,7 @@ def test_bad_requests_say_what_is_valid_and_how_many_prompts_there_are(monkeypat
     for arguments, message in (
         (("io", "test", 5), "family must be one of 'ioi', 'docstring', 'greater_than', 'gendered_pronoun', "),
         (("ioi", "dev", 5), "split must be one of 'train', 'validation', 'test', "),
+        (("ioi", "test", 0), "n must be a whole number of at least 1, got 0"),
         (("ioi", "test", 5, 0, "new"), "templates must be one of 'seen', 'unseen', 'all', got 'new'"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -79,13 +79,13 @@ def test_a_metric_takes_the_margins_place():
     right = {prompt: i % 11 for i, prompt in enumerate(PROMPTS)}
 
     def by_prompt(logits, examples):
-        return logits[range(len(examples)), [right[e.prompt] for e in examples]]
+        return logits[range(len(examples)), [right[e.prompt] for e in examples]] - logits[:, 0]
 
     task = Task.from_prompts("mine", FakeHost(), PROMPTS, metric=by_prompt, corrupt=PROMPTS[::-1])
     assert task.train.token_ids is None
     (bucket,) = task.train.buckets()
     logits = torch.randn(13, 11, dtype=torch.bfloat16)
-    assert torch.equal(bucket.margin(logits), by_prompt(logits, bucket.examples).float())
+    assert torch.equal(bucket.margin(logits), by_prompt(logits.float(), bucket.examples))  # reckoned in float32
     assert bucket.correct(logits).isnan().all()
     with pytest.raises(TaskError, match="logits have 3 columns; give the whole vocabulary's 11"):
         bucket.margin(logits[:, :3])

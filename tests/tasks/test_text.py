@@ -146,6 +146,8 @@ def test_bad_text(host):
         (DOCUMENTS, {"skip_tokens": 99}, r"too few tokens behind the 99 skipped ones: 0 whole rows of 8"),
         (DOCUMENTS, {"n_tokens": 7}, r"n_tokens \(whole rows\) must be a whole number of at least 8, got 7"),
         (DOCUMENTS, {"context": 9}, r"context \(up to the host's\) must be a whole number from 1 to 8, got 9"),
+        (DOCUMENTS, {"skip_tokens": -1}, r"skip_tokens must be a whole number of at least 0, got -1"),
+        (DOCUMENTS, {"separator": "bos"}, r"separator must be one of 'eos', None, got 'bos'"),
         (iter(DOCUMENTS), {"skip_tokens": 3}, r"skip_tokens=3 would count from wherever this list_iterator stands"),
     ):
         with pytest.raises(TokenError, match=message):
