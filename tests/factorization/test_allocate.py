@@ -147,6 +147,7 @@ REFUSED = (
     ({"kl": 0.1, "by": "error"}, "a goal is a summed KL above 0"),
     ({"kl": 0.0}, "a goal is a summed KL above 0"),
     ({"kl": 1e6, "sites": "blocks.0.mlp_out", **SHORT}, "lies beyond the budgets that were tried"),
+    ({"grid": (1.0,)}, "two or more rising"),
     ({"grid": (2.0, 1.0)}, "two or more rising"),
     ({"grid": (1.5, 2.0)}, "from at most 1 to at least 1"),
     ({"sparsity": 0.99}, r"blocks.0.attn_qkv .*leaves K="),

@@ -249,6 +249,8 @@ def test_bad_input(model):
         swd.choose_basis(model, "mlp_out")
     with pytest.raises(ValueError, match=r"share=1: a share of the effect"):
         swd.choose_basis(model, "mlp_out", TOKENS, share=1)
+    with pytest.raises(ValueError, match="n_tokens must be a whole number of at least 1, got 0"):
+        swd.choose_basis(model, "mlp_out", TOKENS, n_tokens=0)
     with pytest.raises(swd.UnsupportedHostError, match="does not predict next tokens"):
         swd.choose_basis(families.bridge("bert"), "mlp_out", families.some_tokens(4, 12))
     with pytest.raises(swd.TokenError, match="rows of a single token"):

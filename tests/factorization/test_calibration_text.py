@@ -5,6 +5,7 @@ import torch
 
 import swd_lens as swd
 from swd_lens.factorization.calibration_text import CalibrationText, shared_sites
+from swd_lens.factorization.stages import stages_of
 from swd_lens.hosts import find_sites
 from tests.factorization.test_factorize import QUICK, assert_same
 from tests.forwards import block_runs
@@ -61,7 +62,10 @@ def test_expected_sites_are_collected_in_one_pass(model):
         for site in ("blocks.1.mlp_out", "blocks.0.mlp_in", "blocks.0.attn_o"):
             made = swd.factorize(model, site, tokens=text, **OPTIONS)
             assert_same(made, swd.factorize(model, site, tokens=TOKENS, **OPTIONS))
-    assert count.rows == 12 + 3 * 12 + 6 and shared_sites([find_sites(model, "all")], "zero-data") == []
+    assert count.rows == 12 + 3 * 12 + 6
+    sites = find_sites(model, "all")
+    for kind, shared in (("sequential", sites[:1]), ("dense", sites), ("zero-data", [])):
+        assert shared_sites(stages_of(sites, kind), kind) == shared
 
 
 def test_allocation_hands_its_grams_on(model):

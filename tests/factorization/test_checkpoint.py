@@ -86,8 +86,10 @@ def test_shards_cut_in_two_ways(model, tmp_path):
         calls = count_solves(patch)
         together = swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
     assert calls == [] and together.sparsity > 0.49
-    swd.factorize(model, "mlp_out", **{**QUICK, "sparsity": 0.25}, out=tmp_path, shard="1/1", overwrite=True)
-    assert_same(swd.factorize(model, "mlp_out", **QUICK, out=tmp_path), together)  # complete factors ask no shards
+    out = tmp_path / "complete"  # complete factors ask no shards, which here were made otherwise
+    for sparsity, more in ((0.5, {}), (0.25, {"shard": "1/1"})):
+        swd.factorize(model, "mlp_out", **{**QUICK, "sparsity": sparsity}, out=out, **more)
+    assert_same(swd.factorize(model, "mlp_out", **QUICK, out=out), together)
 
 
 def test_starting_again_leaves_no_shards_behind(model, tmp_path):

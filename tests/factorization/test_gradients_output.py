@@ -86,7 +86,11 @@ def test_passes_have_room_for_their_sums(model, monkeypatch):
     assert_same(swd.factorize(model, "all", **QUICK, tokens=TOKENS, weigh_outputs=True), made)
     assert passes == [len(made)]
     assert made.provenance["weigh_outputs"] is True and all(f.settings["output_gram"] is True for f in made.values())
-    assert "weigh_outputs" not in swd.factorize(model, "blocks.0.mlp_out", **QUICK).provenance
+    plain = swd.factorize(model, "blocks.0.attn_qkv", **QUICK, tokens=TOKENS)
+    assert "weigh_outputs" not in plain.provenance
+    for site, f in plain.items():  # the same support, other values
+        assert torch.equal(made[site].read != 0, f.read != 0) and torch.equal(made[site].write != 0, f.write != 0)
+        assert not torch.equal(made[site].write, f.write)
     monkeypatch.setattr("swd_lens.factorization.stages.GRAM_BYTES", 1)
     assert_same(swd.factorize(model, "all", **QUICK, tokens=TOKENS, weigh_outputs=True), made)
     assert passes == [len(made)] + [1] * len(made)

@@ -103,6 +103,24 @@ def test_bypassed_units_leave_the_dense_host(model):
         assert torch.equal(model(TOKENS), replaced)
 
 
+def test_a_site_that_is_read_twice_has_no_target(model):
+    def again(module, args, output):
+        if module.training:
+            return None
+        module.training = True  # once only
+        try:
+            return module(*args)
+        finally:
+            module.training = False
+
+    handle = model.blocks[1].mlp.register_forward_hook(again)
+    try:
+        with pytest.raises(swd.UnsupportedHostError, match=r"blocks\.1\.mlp_in read \d+ vectors on \d+ tokens"):
+            swd.factorize(model, ["blocks.0.mlp_out", "blocks.1.mlp_in"], **NAMED)
+    finally:
+        handle.remove()
+
+
 def test_products_in_double_precision(model, whole):
     """gram_dtype="float64" says the same of them as in the other kinds of calibration."""
     named = {**NAMED, "gram_dtype": "float64"}

@@ -25,6 +25,8 @@ def test_alternations_where_none_are_named():
         if not options:  # without a Gram more in float32
             blind = resolve("best", options).for_matrix(*shape, min(shape), calibrated=False).outer_iterations
             assert blind == {64: 84, 56: 56}[alternations]
+    for precision, alternations in (("float32", 84), ("float64", 56)):
+        assert solve(WEIGHT, precision=precision).settings["outer_iterations"] == alternations
 
 
 def test_alternations_auto_are_those_that_are_not_named():

@@ -99,6 +99,8 @@ def test_units_of_a_named_side_keep_few_edges_there_unless_told_otherwise():
     few, told = (solve(weight, gram, 0.5, preset="quick", basis="input", **how) for how in ({}, {"square_share": 0.3}))
     assert few.settings["budget_square"] == 60  # one read a unit: .03 of 600 would be less
     assert told.settings["budget_square"] == int(0.3 * 600)
+    assert int(few.read.count_nonzero() + few.write.count_nonzero()) == 600 and few.read.shape == (60, 60)
+    assert bool(few.read.any(0).all()) and bool(few.write.any(1).all())
     # One write a unit is more than .03 of 1,000; .03 of 3,950 is more than a read a unit.
     assert plan_shares(20, 100, 0.5, 100, AnnealSpec(basis="output")) == Budget(100, 900)
     assert plan_shares(100, 40, 0.0125, 100, AnnealSpec(basis="input")) == Budget(118, 3832)

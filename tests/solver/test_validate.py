@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from swd_lens.base.errors import GramError, SparsityError, UnitsError, WeightError
+from swd_lens.base.errors import BudgetError, GramError, SolveInputError, SparsityError, SpecError, UnitsError, WeightError
 from swd_lens.factorization.solve import solve
 from swd_lens.solver import PRESETS
 from swd_lens.solver.validate import check_tokens
@@ -159,6 +159,11 @@ def test_units_that_are_no_width_or_out_of_range():
     for units in (0, -3, 97, True, 8.0, 1.5, "0x", "100x"):  # of 96 entries no more units than that could have one each
         with pytest.raises(UnitsError, match=rf"units={units!r}: give a whole number from 1 to 96"):
             solve(WEIGHT, units=units)
+
+
+def test_all_refusals_are_value_errors():
+    for error in (WeightError, GramError, SparsityError, UnitsError, BudgetError, SpecError):
+        assert issubclass(error, SolveInputError) and issubclass(error, ValueError)
 
 
 @pytest.mark.parametrize("tokens", [0, -5, True])

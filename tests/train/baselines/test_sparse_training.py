@@ -6,6 +6,7 @@ from transformers import GPT2LMHeadModel
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.base.errors import TrainError
+from swd_lens.hosts import find_sites, host_of
 from swd_lens.train.baselines import SparseSpec
 from swd_lens.train.baselines.sparse_network import budget, config_of, matrices, new_network, nonzeros
 from swd_lens.train.baselines.sparse_training import SPARSE_PRETRAINS
@@ -71,6 +72,10 @@ def test_the_folder_is_a_host_and_its_channels_are_units(trained, kind):
     # 204 nonzeros read, 204 written, and a bias each, in either layer (none of them is zero after training)
     assert curve.rows["edges"].iloc[-1] == 2 * (204 + 204 + 64)
     assert curve.q_full == pytest.approx(curve.q_dense, abs=1e-6)
+    read, written = (host_of(model).weight(find_sites(model, f"blocks.0.{kind}")[0]) for kind in ("mlp_in", "mlp_out"))
+    for unit in (0, 5):
+        by_hand = sum(v != 0 for v in [*read[:, unit].tolist(), *written[unit].tolist()]) + 1
+        assert units["blocks.0.mlp_out"].edges_per_unit[unit] == by_hand
     with pytest.raises(ValueError, match=r"channels are units of mlp_out, not of blocks\.0\.mlp_in"):
         baselines.channels_of(model, "blocks.0.mlp_in")
 

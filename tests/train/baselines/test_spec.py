@@ -27,7 +27,7 @@ def test_schedules_and_the_papers_recipes():
 
 
 def test_bad_settings_are_refused():
-    """What bounds and choices are refused with is base/test_settings.py's."""
+    """The words for bounds and choices are base/test_settings.py's."""
     for make, says in (
         (lambda: TranscoderSpec().changed({"widht": 3}), r"did you mean width\?"),
         (lambda: TranscoderSpec(width="3"), 'or "4x" for four times'),
@@ -41,3 +41,19 @@ def test_bad_settings_are_refused():
     ):
         with pytest.raises(TrainError, match=says):
             make()
+    transcoder, vpd = TranscoderSpec(), VpdSpec(fidelity="kl")
+    for spec, name, value in (
+        (transcoder, "loss", "huber"),
+        (transcoder, "n_tokens", 0),
+        (transcoder, "start", "mode"),
+        (vpd, "p_end", 0),
+        (vpd, "reduction", "max"),
+        (vpd, "masks", "bernoulli"),
+        (vpd, "adversary", "once"),
+        (vpd, "persistent_steps", -1),
+        (vpd, "persistent_rate", 0),
+        (vpd, "persistent_warmup", 2),
+        (vpd, "persistent_beta2", 1.0),
+    ):
+        with pytest.raises(TrainError, match=f"^{name}={value!r}: (give|choose) "):
+            spec.changed({name: value})

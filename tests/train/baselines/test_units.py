@@ -87,6 +87,8 @@ def test_what_is_no_token_rows_is_told(model):
     for text in ("The cat sat.", ["The cat sat.", "The dog ran."], [[1, 2, 3], [1, 2]], None, [torch.ones(3), torch.ones(3)]):
         with pytest.raises(swd.TokenError, match=r"tokens must be \(rows, pos\) integers, and this (str|list|NoneType) cannot"):
             baselines.transcoder(model, SITE, text, **QUICK)
+    with pytest.raises(swd.TokenError, match=r"tokens are a generator, .* give TokenStream\(lambda: "):
+        baselines.transcoder(model, SITE, (row for row in TOKENS), **QUICK)
 
 
 def test_a_hosts_dtype_is_kept_and_training_is_in_float32():
@@ -115,6 +117,11 @@ def test_several_layers_are_one_surface(model, units):
     assert curve.rows["units"].iloc[-1] == sum(one.n_units for one in everywhere.values())
     assert curve.rows["edges"].iloc[-1] == units.edges + vpd.edges + factors.edges
     assert set(vpd) == {"blocks.0.mlp_in", "blocks.0.mlp_out"} and vpd.n_units == 64 and vpd.edges == 64 * (16 + 32)
+    # And they are compared with others.
+    others = [random_split(8, name=name, seed=seed) for name, seed in (("validation", 2), ("test", 1))]
+    task, methods = swd.Task("by hand", split, *others, "by hand", False), {"SVD": baselines.svd(model, SITE), "TC": units}
+    table = swd.compare(model, methods, task, tokens=TOKENS, evaluation={"random_sets": 0}).table()
+    assert list(table["method"]) == ["SVD", "TC"] and table["CE difference"].notna().all()
 
 
 def test_one_sites_units_beside_a_study_and_a_setting_given_twice_are_checked(model, units):

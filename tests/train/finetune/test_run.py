@@ -170,6 +170,7 @@ def test_errors_say_what_is_wrong(toy):
         (dict(heldout=ROWS[:, :1]), FinetuneError, "heldout has rows of one token"),
         (dict(tokens=ROWS + 100), swd.TokenError, "outside the vocabulary"),
         (dict(eval_every=0), FinetuneError, "eval_every must be a whole number of at least 1, got 0"),
+        (dict(checkpoint_every=-1), FinetuneError, "checkpoint_every must be a whole number of at least 1, got -1"),
         (dict(keep="best"), FinetuneError, 'keep="best" needs heldout='),
     ]
     before = everything(model)

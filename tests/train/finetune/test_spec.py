@@ -39,6 +39,12 @@ def test_bad_settings_say_what_is_wrong():
         ({"loss": "mse"}, "loss='mse': choose one of 'ce', 'kl', 'ce\\+kl'"),
         ({"learning_rate": 0}, "learning_rate=0: give a finite number above 0"),
         ({"schedule": "steps"}, "schedule='steps'"),
+        ({"autocast": "int8"}, "autocast='int8'"),
+        ({"steps": 0}, "steps=0: give a whole number of at least 1"),
+        ({"batch_size": -2}, "batch_size=-2"),
+        ({"beta2": 1.0}, "beta2=1.0: give a finite number of at least 0 and below 1"),
+        ({"warmup": 2.0}, "warmup=2.0"),
+        ({"seed": -1}, "seed=-1"),
     ):
         settings = {"preset": "best", **settings}
         with pytest.raises(FinetuneError, match=says):
