@@ -76,14 +76,19 @@ def test_an_export_may_be_filled_in_by_any_tool_and_not_changed(found, tmp_path)
 def test_a_missing_line_of_an_export_and_an_emptied_file_are_noticed(found, tmp_path):
     path = found.with_labels({f"{SITE}/3": "years"}).export(tmp_path / "units.jsonl", units=[f"{SITE}/{i}" for i in (2, 3, 4)])
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    path.write_text(lines[0] + lines[2], encoding="utf-8")
-    refuses(ValueError, r"units\.jsonl holds 2 of the 3 lines that were written; line \d is the first", UnitLabels.load, path)
+    for kept in (lines[:2], lines[1:], [lines[0], lines[2]]):
+        path.write_text("".join(kept), encoding="utf-8")
+        refuses(ValueError, r"units\.jsonl holds 2 of the 3 lines that were written; line \d is the first", UnitLabels.load, path)
+    path.write_text("".join(lines).replace('"years"', '"tears"'), encoding="utf-8")
+    refuses(ValueError, "something was changed since it was written", UnitLabels.load, path)
     unsealed = [json.dumps({k: v for k, v in json.loads(line).items() if k != "sha256"}) for line in lines[:2]]
     path.write_text("\n".join(unsealed), encoding="utf-8")
     with pytest.warns(UnsealedFileWarning):
         assert list(UnitLabels.load(path)) == [f"{SITE}/3"]
     path.write_text("\n", encoding="utf-8")
     refuses(ValueError, r"units\.jsonl is not labels, or damaged \(it is empty\)", UnitLabels.load, path)
+    path.write_bytes(b"\xff\xfe")
+    refuses(ValueError, r"units\.jsonl is not labels, or damaged", UnitLabels.load, path)
 
 
 def test_a_saved_file_is_covered_and_lines_may_be_added(found, tmp_path):
@@ -143,6 +148,8 @@ def test_labels_of_no_unit_are_refused(found):
     ("line", "said"),
     [
         ("{", "is no label"),
+        ("[" * 100_000, "is no label"),
+        ('{"unit": ' + "9" * 5000, "is no label"),
         ('["blocks.1.mlp_out/0", "years"]', 'expected an object with "unit"'),
         ('{"unit": "c380", "label": "years"}', "is not a unit name"),
         ('{"unit": "blocks.1.mlp_out/0", "label": 7}', "must be text"),

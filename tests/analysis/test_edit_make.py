@@ -129,12 +129,14 @@ def test_the_random_unit_is_neither_silent_nor_extreme(model, exact):
     ("changes", "message"),
     [
         ({"shift": float("nan")}, "shift must be a finite number .* got nan"),
+        ({"unit": ("blocks.0.mlp_out", -1)}, "has 16 units, 0 to 15"),
         ({"unit": "blocks.0.mlp_out/32"}, r"blocks\.0\.mlp_out has 16 units, 0 to 15"),
         ({"unit": "blocks.0.mlp_in/0"}, r"blocks\.0\.mlp_in does not write to the residual stream; an edit takes units"),
         ({"unit": "blocks.5.mlp_out/0"}, r"these factors hold blocks\.0\.attn_o, .* not blocks\.5\.mlp_out"),
         ({"answer": 20}, "an answer 20 is no token of this host; ids go from 0 to 19"),
         ({"foil": 3}, "the same unembedding"),
         ({"base": "sparse"}, "base must be one of 'dense', 'replacement', got 'sparse'"),
+        ({"direction": "up"}, "direction must be one of .* got 'up'"),
         ({"prompt": [[1, 2], [3, 4]]}, "one row of token ids, got 2 rows"),
     ],
 )

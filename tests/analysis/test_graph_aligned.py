@@ -152,6 +152,7 @@ def test_a_circuit_of_the_embedded_model(default_model, tmp_path):
 def test_what_has_no_task_graph():
     model = toy_model()
     factors, task = random_factors(model, "attn_o", "mlp_out"), task_of_ids(model)
+    refuses(ValueError, "attention must be", task_graph, model, factors, all_units(factors), task, attention="held")
     refuses(ValueError, "top must be", task_graph, model, factors, all_units(factors), task, top="both")
     refuses(ValueError, "taken from a Task or one of its splits, got list", aligned_prompts, model, PROMPTS)
     other = toy_model(d_vocab=31)

@@ -42,6 +42,7 @@ def test_what_cannot_be_drawn_is_refused():
     refused(ValueError, "named twice", drawn=["blocks.0.mlp_in/1", ("blocks.0.mlp_in", 1)])
     refused(ValueError, "there are no units", drawn=[])
     refused(ValueError, "give one, prompt=", attention="frozen")
+    refused(ValueError, "attention must be one of", attention="thawed")
     refused(ValueError, "cosine.*without one", prompt=TOKENS, normalize="cosine")
     refused(ValueError, "leave `tokens` out", prompt=TOKENS, tokens=torch.tensor([TOKENS]))
     refused(ValueError, "min_weight must be a number of at least 0, got -1", min_weight=-1)

@@ -64,5 +64,7 @@ def test_groups_by_writes_and_by_being_active_together() -> None:
         groups(graph, "writes")
     with pytest.raises(ValueError, match="alike"):
         groups(graph, "writes", factors=factors, alike=0.0)
+    with pytest.raises(ValueError, match="by must be one of"):
+        groups(graph, "taste")
     with pytest.raises(ValueError, match="other factors"):
         groups(graph, "writes", factors=sparse_factors(model, ["blocks.0.mlp_out", "blocks.1.mlp_out"], seed=3))

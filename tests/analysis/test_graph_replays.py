@@ -46,6 +46,7 @@ def test_a_graph_of_the_last_position(default_model: Any) -> None:
     graph = unit_graph(default_model, factors, [("blocks.2.mlp_out", 3), ("blocks.3.mlp_out", 1)], prompt="The king said")
     found = replays(default_model, factors, graph, "blocks.2.mlp_out/3")
     last = len(graph.settings["token_ids"]) - 1
+    assert graph.nodes.set_index("node").loc[f"token@{last}", "label"] == graph.settings["tokens"][-1]
     assert found.nodes == (f"blocks.2.mlp_out/3@{last}",)
     table = found.table()
     assert list(table.columns) == ["node", "strength", "target", "frozen", "true"] and len(table) == 3 * len(found.targets)

@@ -58,6 +58,8 @@ def test_the_strongest_pairs_of_one_score():
     assert float(named[5, 2]) == float(seen)
     with pytest.raises(QKError, match="destination 2 does not look at source 5"):
         parts.strongest(2, 5)
+    with pytest.raises(QKError, match=r"destination -99 does not look"):
+        parts.strongest(-99, 0)
     with pytest.raises(QKError, match=r"q_unit is blocks\.0\.attn_qkv/1, but blocks\.1\.attn_qkv has units"):
         parts.contribution("blocks.0.attn_qkv/1", 0)
     with pytest.raises(QKError, match=r"k_unit is 9, but blocks\.1\.attn_qkv has units 0 to 8"):

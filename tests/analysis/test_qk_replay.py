@@ -122,6 +122,7 @@ def test_a_replay_shows_itself(default_model):
     ("pair", "prompt", "remove", "message"),
     [
         (QKPair(0, 0, 9, 0), ROW, "q", r"q_unit is 9, but blocks\.0\.attn_qkv has units 0 to 8"),
+        (QKPair(0, 0, 0, -1), ROW, "q", "k_unit is -1"),
         (QKPair(1, 0, 0, 0), ROW, "q", "layer 1 has no units on its queries and keys; layers with both: 0"),
         (QKPair(0, 2, 0, 0), ROW, "q", "layer 0 has heads 0 to 1, not 2"),
         (QKPair(0, 0, 0, 0), [3], "q", "at least two tokens"),

@@ -155,8 +155,9 @@ def test_settings_record_every_choice(model, few):
 
 
 def test_bad_options_are_refused_before_anything_is_attached(model, few, every):
-    with pytest.raises(ValueError, match=r"mean_over must be one of .*, got 'last'"):
-        attribute(model, few, SPLIT, mean_over="last")
+    for name in ("score", "sign", "positions", "mean_over"):
+        with pytest.raises(ValueError, match=f"{name} must be one of .*, got 'last'"):
+            attribute(model, few, SPLIT, **{name: "last"})
     with pytest.raises(ValueError, match=r"write to the residual stream .*; blocks\.0\.attn_qkv does not"):
         attribute(model, every, SPLIT, score="direct_logit")
     assert not any(hasattr(block, "hook_mlp_out_unit") for block in model.blocks)

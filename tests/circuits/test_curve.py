@@ -145,6 +145,8 @@ def test_what_is_refused():
             of_curve.cost_interval(**how)
     with pytest.raises(ValueError, match="carries no scores"):
         curve(scores=None).circuit_at(sufficiency=0.5)
+    with pytest.raises(ValueError, match="of must be one of"):
+        curve().min_cost("accuracy")
 
 
 def test_cpr_and_cmd_by_hand():

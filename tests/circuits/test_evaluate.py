@@ -199,6 +199,8 @@ def test_what_is_refused(model, sets):
             evaluate(model, factors, TEST, scores, grid=bad)
     with pytest.raises(ValueError, match="\"mib\", got 'all'"):
         evaluate(model, factors, TEST, scores, grid="all")
+    with pytest.raises(ValueError, match=r"ablation must be one of .* got 'median'"):
+        evaluate(model, factors, TEST, scores, ablation="median")
     with pytest.raises(TaskError, match="24 of 24 train prompts of 'by hand' have none, the first is 'prompt 0'"):
         evaluate(model, factors, TRAIN, scores, ablation="resample")
     assert not hasattr(model.blocks[1], "hook_mlp_out_unit")

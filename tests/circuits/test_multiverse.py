@@ -176,6 +176,7 @@ def test_what_is_refused(toy):
     for given, how, message in (
         ({"SWD": methods["SWD"]}, {}, "nothing to compare SWD with"),
         (both, {"of": "mine"}, "of must be one of 'SWD', 'random', got 'mine'"),
+        (both, {"scores": "best"}, "scores must be one of"),
         (both, {"recovered": 1.5}, "recovered must be in"),
         (both, {"ablations": []}, "ablations= names nothing"),
     ):

@@ -235,6 +235,8 @@ def test_what_cannot_be_counted_is_said(model):
     factors, tokens = baselines.svd(model, SITE), random_tokens(3, 5)
     for how, message in (
         ({"recovered": 1}, r"recovered must be in \(0, 1\), such as 0\.9, got 1"),
+        ({"by": "logits"}, "by must be one of"),
+        ({"order": "best"}, "order must be one of"),
         ({"by": "loss", "grid": [1, 17]}, "grid= must be a whole number from 1 to 16, got 17"),
         ({"by": "loss", "least": 50.0}, r"no more than 50\.0 nats off the cross-entropy of any token"),
     ):

@@ -171,6 +171,8 @@ def test_what_is_refused(toy):
     model, factors, scores = toy
     with pytest.raises(ValueError, match=r"robust, the budget of the attack, must be a number from 0 to 1, got 1\.5"):
         refine(model, factors, TASK, scores, robust=1.5)
+    with pytest.raises(ValueError, match="cost must be one of"):
+        refine(model, factors, TASK, scores, cost="tokens")
     with pytest.raises(ValueError, match="no prefix can be expected to reach sufficiency 9 on further prompts: 8 prompts"):
         refine(model, factors, TASK, scores, sufficiency=9.0)
     with pytest.raises(ValueError, match="give one threshold"):

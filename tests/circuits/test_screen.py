@@ -88,6 +88,8 @@ def test_the_host_is_left_as_it_was(host):
     factors = swd.baselines.svd(model, "blocks.1.mlp_out")
     with swd.attach(model, factors), pytest.raises(ValueError, match=r"units are attached at blocks\.1\.mlp_out: detach"):
         swd.screen(model, tasks[0])
+    with pytest.raises(ValueError, match="positions must be one of 'scoring', 'all', 'each', got 'last'"):
+        swd.screen(model, tasks[0], positions="last")
 
 
 def test_what_is_shown_saved_and_chosen(host, tmp_path):

@@ -177,6 +177,20 @@ def test_units_without_a_matrix_are_refused_by_helpers_that_multiply_by_it(model
         cache.get_neuron_results(1)
 
 
+def test_the_dense_host_for_a_moment_and_nested_attachments(model, factors, kind):
+    first, second = ({site: factors[site] for site in pair} for pair in (SITES[:2], SITES[2:]))
+    with swd.attach(model, first) as attachment:
+        with swd.attach(model, second):
+            _, both = model.run_with_cache(TEXT)
+        with attachment.dense():
+            _, dense = model.run_with_cache(TEXT)
+        _, one = model.run_with_cache(TEXT)
+        if kind == "hooked":  # a bridge cannot be copied after a forward with gradients
+            assert type(copy.deepcopy(model).run_with_cache(TEXT)[1]) is type(one)
+    assert set(both.stood) == set(SITES) and set(one.stood) == set(first) and type(dense) is ActivationCache
+    assert "run_with_cache" not in vars(model) and "accumulated_bias" not in vars(model)
+
+
 # ---------------------------------------------------------------------------------------------- helpers of the model
 
 

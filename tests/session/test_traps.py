@@ -113,6 +113,8 @@ def test_thresholds_are_shares_and_tasks_are_of_their_tokenizer(default_model, f
     for ask in (curve.cost_at, curve.circuit_at, curve.cost_interval):
         with pytest.raises(ValueError, match=r"sufficiency is a share: sufficiency=0\.9 is 90 %; got 90"):
             ask(sufficiency=90)
+    with pytest.raises(ValueError, match=r"necessity is a share"):
+        curve.cost_at(necessity=50)
     tokenizer = default_model.tokenizer
     try:
         default_model.tokenizer = shuffled(tokenizer)

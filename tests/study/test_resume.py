@@ -140,6 +140,7 @@ def test_what_is_added_is_run_and_nothing_else(model, whole, tmp_path):
     ("changed", "message"),
     [
         ({"heldout_tokens": random_tokens(6, 10, seed=2)}, "held-out tokens .* then, .* now"),
+        ({"calibration_tokens": random_tokens(6, 10, seed=2)}, "calibration tokens .* then, .* now"),
         ({"outer_iterations": 3}, "solver .*'outer_iterations': 2.* then, .*'outer_iterations': 3.* now"),
         ({"tasks": [task("toy", 20)]}, "tasks: toy .* then, .* now"),
         ({"surfaces": {"one": SITE}}, "surfaces: all .* then, None now"),

@@ -112,6 +112,7 @@ def test_two_runs_that_differ_in_nothing_are_the_same():
 def test_what_it_refuses():
     call = {"tokens": text(), **HOW}
     refuses(ValueError, "n, the number of runs", swd.stability, model(), SITE, task(), n=1, **call)
+    refuses(ValueError, "vary must be one of 'start'", swd.stability, model(), SITE, task(), vary=("seed",), **call)
     refuses(ValueError, "names 4 sites", swd.stability, model(), "mlp_out", task(), **call)
     refuses(ValueError, "does not carry gendered_pronoun", swd.stability, model(), "blocks.3.attn_o", task(), **call)
     with pytest.raises(ValueError, match=r"fewer than two runs .*corpus: no other text"):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from swd_lens.base.errors import ResumeError
 from swd_lens.truth import run
 from swd_lens.truth.compiled import compiled
 from swd_lens.truth.planted import Plant
@@ -36,6 +37,9 @@ def test_a_folder_keeps_what_is_finished(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "answer", lambda *_: pytest.fail("made again"))
     again = run_truth(["planted"], **how)
     assert again.rows.equals(first.rows) and TruthTable.load(tmp_path / "truth.json").rows.equals(first.rows)
+    monkeypatch.setattr(run, "__version__", "another")
+    with pytest.raises(ResumeError, match="swd_lens"):
+        run_truth(["planted"], **how)
 
 
 def test_what_a_method_cannot_do_is_a_gap():
