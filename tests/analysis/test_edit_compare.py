@@ -90,6 +90,7 @@ def test_the_pareto_figure(comparison):
     [
         ({"other_prompts": []}, "at least one prompt"),
         ({"methods": ("unit", "magic")}, "methods must be some of"),
+        ({"shifts": ()}, "shifts must be different numbers"),
         ({"shifts": (1, 1.0)}, "shifts must be different numbers"),
         ({"shifts": (1, float("inf"))}, "a shift must be a finite number"),
     ],

@@ -72,6 +72,7 @@ def test_the_figure_has_a_bar_for_every_prompt(model, exact):
     effects = side_effects(model, edit_unit(model, exact, "blocks.0.mlp_out/1", PROMPT, 3, 5, 2), OTHERS)
     (ax,) = effects.plot().axes
     assert [bar.get_width() for bar in ax.patches] == list(effects.per_prompt()["KL"])
+    assert "Side effects of an edit" in effects._repr_html_()
     assert len(ax.get_yticklabels()) == len(OTHERS) and "margin" in ax.get_title(loc="left")
     assert f"KL on {len(OTHERS)} other prompts {effects.mean_kl:.2g})" in repr(effects)
     several_lines = replace(effects, prompts=("one\ntwo", *effects.prompts[1:]))

@@ -10,8 +10,9 @@ from tests.micro import toy_model
 SITE = "blocks.1.mlp_in"
 
 
-def test_an_activation_that_mixes_channels_is_refused():
-    model = toy_model(act_fn="solu")
+@pytest.mark.parametrize("act_fn", ["solu", "solu_ln"])
+def test_an_activation_that_mixes_channels_is_refused(act_fn):
+    model = toy_model(act_fn=act_fn)
     with pytest.raises(UnsupportedHostError, match="activation that acts on each channel by itself"):
         unit_interactions(model, {SITE: sparse_factors(model, SITE)}, SITE, TOKENS, progress=False)
 

@@ -1,5 +1,7 @@
 """Overlap of units: every measure against its definition written out."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -94,6 +96,8 @@ def test_errors_say_what_to_do():
     refuses(ValueError, "same z on all 2 tokens", unit_overlap, model, factors, SITE, [[3], [3]], progress=False)
     with pytest.raises(ValueError, match=r"hold nothing for blocks\.0\.mlp_out"):
         unit_overlap(model, factors, "blocks.0.mlp_out", TOKENS, progress=False)
+    coder = {SITE: SimpleNamespace(encode=lambda h: h.relu(), decode=lambda z: z[..., :16])}
+    refuses(ValueError, "which shows no write vectors", unit_overlap, model, coder, SITE, TOKENS, progress=False)
     broken = Factors(torch.full((32, 2), 1e38), torch.ones(2, 16))
     refuses(ValueError, "not finite", unit_overlap, model, {SITE: broken}, SITE, TOKENS, progress=False)
     assert not host_of(model).is_swapped(host_of(model).sites()[-1])

@@ -7,10 +7,13 @@ import pandas as pd
 import pytest
 import torch
 
+import swd_lens as swd
 from swd_lens.circuits import Fidelity, Refinement, UnitScores
 from swd_lens.factorization.allocation import Allocation, LossCurve, SiteBudget
+from swd_lens.hosts import host_of
 from swd_lens.study import ModelReplacement, Run, Samples, Sweep, SweepPoint
 from swd_lens.study.generate import Continuation, Sample
+from swd_lens.tasks.split import TaskExample
 from swd_lens.units.factors import Factors, FactorSet
 from tests.report.conftest import HOSTILE, HOSTILE_SURFACE, HOSTILE_TASK, Page
 
@@ -50,6 +53,18 @@ def test_run_comparison_curve_and_scores(run: Run) -> None:
     assert {"svg", "table"} <= set(Shown(curve).tags)
     ranked = Shown(scores)
     assert "svg" in ranked.tags and scores.top(1)["unit"][0] in ranked.words
+
+
+def test_small_objects(host: Any) -> None:
+    stream, example = swd.TokenStream(lambda: iter(()), 3), TaskExample(BAD, ("a",), ("b",), meta={"from": BAD})
+    for small, said in (
+        (host_of(host).sites()[0], "hook of its units"),
+        (example, BAD),
+        (stream, "3 rows of"),
+        (swd.types.FinetuneSpec(), "learning_rate"),
+        (swd.types.QKPair(1, 0, 2, 4), "L1H0 q2×k4"),
+    ):
+        assert said in Shown(small).words
 
 
 def test_circuit_and_refinement(run: Run) -> None:

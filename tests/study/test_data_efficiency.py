@@ -195,6 +195,7 @@ def test_fits_that_were_not_measured_yet_are_not_made_again(model, tmp_path, mon
         ({}, {}, ValueError, "nothing to measure"),
         ({"x": 3}, {}, TypeError, "'x' is a int; give LearnedUnits"),
         ({"SWD": SWD}, {"tokens": None}, swd.TokenError, "'SWD' is fitted by SWD, which needs tokens="),
+        ({"SWD": SWD}, {"token_counts": ()}, ValueError, r"token_counts=\[\]"),
         ({"SWD": SWD}, {"token_counts": (10, True)}, ValueError, r"token_counts=\[10, True\]: give one or more whole"),
         ({"SWD": {**SWD, "tokens": None}}, {}, ValueError, "'SWD' sets 'tokens': its fits take tokens= and token_counts="),
         ({"SWD": SWD}, {"heldout": HELD[:, :1]}, swd.TokenError, "heldout needs rows of at least two tokens"),

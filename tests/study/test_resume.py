@@ -237,6 +237,7 @@ def _cut(of):
     ("of", "change", "message"),
     [
         ("scores", lambda tensors, values: values.update(sites=[]), "sites"),
+        ("scores", _cut("scores/"), "shape"),
         ("scores", _cut("means/"), "shape"),
         ("scores", _scores_of_other_factors, "made with other factors"),
         ("curve", _cut("edges/"), "shape"),
