@@ -1,4 +1,4 @@
-"""Public objects as a notebook shows them: cards and figures of a small host whose sites have long names.
+"""Every public object as a notebook shows it: cards and figures of a small host whose sites have long names.
 
 `python -m tests.report.gallery OUT` writes pages and screenshots, light and dark, 600, 900 and 1,400 pixels wide, for somebody to
 look at; tests/report/test_cards.py measures the same pages. The objects are true results on a random model of 26 layers with the
@@ -18,9 +18,12 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 
 import swd_lens as swd
+from swd_lens.circuits import Refinement
+from swd_lens.study import Run
 from tests.analysis.audit_models import sparse_factors
 from tests.chromium import CHROMIUM
 
@@ -142,21 +145,59 @@ class Gallery:
         }
         return swd.compare(self.model, methods, [self.task], tokens=self.text)
 
+    @cached_property
+    def late_scores(self) -> Any:
+        return swd.attribute(self.model, self.of(LATE), self.task.train)
 
-# Name -> object; what has a card of its own kind.
+    @cached_property
+    def edit(self) -> Any:
+        return swd.edit_unit(self.model, self.of(LATE), UNIT, PROMPTS[1], " man", " woman", shift=2.0)
+
+    @cached_property
+    def sweep(self) -> Any:
+        how = {"sparsities": (0.5, 0.75), "zero_data": True, "outer_iterations": 2}
+        return swd.sweep(self.model, LATE, [self.task], heldout=self.text, **how)
+
+
+# Name -> object; most of what swd.types names.
 OBJECTS: dict[str, Callable[[Gallery], Any]] = {
+    "Site": lambda g: g.attachment.sites[0],
+    "TaskExample": lambda g: g.task.train.examples[0],
     "TaskSplit": lambda g: g.task.train,
     "Task": lambda g: g.task,
+    "TokenStream": lambda g: swd.TokenStream(lambda: g.text, len(g.text)),
+    "Estimate": lambda g: swd.estimate(g.model, "all", tokens=g.text),
+    "Factors": lambda g: g.factors[LATE],
     "FactorSet": lambda g: g.factors,
     "Attachment": lambda g: g.attachment,
+    "Fidelity": lambda g: swd.fidelity(g.model, g.factors, g.text),
     "UnitScores": lambda g: g.scores,
     "CostCurve": lambda g: g.curve,
     "Circuit": lambda g: g.curve.circuit(12),
+    "CircuitNull": lambda g: swd.circuit_null(g.model, g.factors, g.task, g.scores, circuit=12, n=5),
     "Comparison": lambda g: g.comparison,
+    "Refinement": lambda g: Refinement(
+        g.curve.circuit(12), g.curve.circuit(5), {"prefix": 0.91, "refined": 0.9}, pd.DataFrame(), 0.9
+    ),
+    "Screen": lambda g: swd.screen(g.model, g.task, sites="blocks.2[45].*"),
+    "Audit": lambda g: g.audit,
     "UnitProfile": lambda g: g.audit.unit(UNIT),
+    "UnitLabels": lambda g: g.audit.labels,
     "UnitGraph": lambda g: swd.unit_graph(g.model, g.factors, g.curve.circuit(12), prompt=PROMPTS[0]),
+    "QKPair": lambda g: g.replay.pair,
+    "QKScreen": lambda g: g.screen,
+    "QKScan": lambda g: swd.qk_scan(g.model, g.of(QKV), list(PROMPTS), screen=g.screen, progress=False),
     "QKReplay": lambda g: g.replay,
+    "Edit": lambda g: g.edit,
+    "SideEffects": lambda g: swd.side_effects(g.model, g.edit, PROMPTS),
+    "UnitOverlap": lambda g: swd.unit_overlap(g.model, g.of(LATE), LATE, g.text, shown=8, progress=False),
+    "UnitInteractions": lambda g: swd.unit_interactions(g.model, g.of(INNER), INNER, g.text, top=6, progress=False),
+    "Samples": lambda g: swd.generate(g.model, g.of(LATE), list(PROMPTS), max_new_tokens=6),
+    "Sweep": lambda g: g.sweep,
+    "Run": lambda g: Run({"model": g.model.cfg.model_name}, [], {"late": g.comparison}, [], 0.0),
+    "FinetuneSpec": lambda g: swd.types.FinetuneSpec(),
     "figure of an audit": lambda g: g.audit.plot(),
+    "panel of a replay": lambda g: g.replay.panel(),
 }
 
 
