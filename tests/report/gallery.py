@@ -177,7 +177,12 @@ OBJECTS: dict[str, Callable[[Gallery], Any]] = {
     "CircuitNull": lambda g: swd.circuit_null(g.model, g.factors, g.task, g.scores, circuit=12, n=5),
     "Comparison": lambda g: g.comparison,
     "Refinement": lambda g: Refinement(
-        g.curve.circuit(12), g.curve.circuit(5), {"prefix": 0.91, "refined": 0.9}, pd.DataFrame(), 0.9
+        g.curve.circuit(12),
+        g.curve.circuit(5),
+        {"prefix": 0.91, "refined": 0.9},
+        {"prefix": 0.92, "refined": 0.9},
+        pd.DataFrame(),
+        0.9,
     ),
     "Screen": lambda g: swd.screen(g.model, g.task, sites="blocks.2[45].*"),
     "Audit": lambda g: g.audit,
