@@ -31,10 +31,11 @@ ONE = split_of([[2]], [[1]], [[0]], d_vocab=3)
 
 
 def planted(reads, writes, scores, means=None):
-    """Factors of the micro model with units of these reads and writes, ranked by these scores, means zero."""
+    """Factors of the micro model with units of these reads and writes, ranked by these scores; means are zero if not given."""
     factors = {SITE: Factors(torch.tensor(reads).T.contiguous(), torch.tensor(writes))}
     found = attribute(micro_model(), factors, ONE)
-    return factors, UnitScores({SITE: torch.tensor(scores)}, {SITE: torch.zeros(len(scores))}, found.settings)
+    at = torch.zeros(len(scores)) if means is None else torch.tensor(means)
+    return factors, UnitScores({SITE: torch.tensor(scores)}, {SITE: at}, found.settings)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,16 @@ def test_a_set_that_is_no_prefix_is_found():
         assert found.refined.provenance == {
             "kind": "refined", "cost": cost, "sufficiency": 0.9, "ablation": "mean", "n_train": 1, "n_validation": 1,
         }  # fmt: skip
+
+
+def test_recovered_is_counted_from_the_empty_circuit():
+    # As above, and what is left out is at half of its activation: empty 4.4 of 8.8. Units 0 and 2 alone: 8 + .4, so that they
+    # recover (8.4 - 4.4) / 4.4; the prefix of three has 8.6.
+    means = [2.0, 0.2, 2.0, 0.2]
+    factors, scores = planted([[1.0, 0.0], [0.1, 0.0]] * 2, [[0.0, 1.0]] * 4, [4.0, 3.0, 2.0, 1.0], means)
+    found = refine(micro_model(), factors, ONE, scores)
+    assert set(found.refined.units) == {(SITE, 0), (SITE, 2)}
+    assert found.train == pytest.approx({"prefix": 4.2 / 4.4, "refined": 4 / 4.4}, rel=1e-6)
 
 
 def test_a_unit_outside_the_prefix_is_exchanged_for_several_inside():
