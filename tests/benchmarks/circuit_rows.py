@@ -56,16 +56,16 @@ Make = Callable[[Any, Site, torch.Tensor, torch.Tensor], Any]
 
 @dataclass(frozen=True)
 class Made:
-    """Factors of one matrix, and the seconds that they took."""
+    """Factors of one matrix, and the processor seconds that they took, which other work on the machine hardly changes."""
 
     factors: Any
     seconds: float
 
     @classmethod
     def by(cls, make: Make, model: Any, matrix: Site, weight: torch.Tensor, gram: torch.Tensor) -> "Made":
-        began = time.perf_counter()
+        began = time.process_time()
         made = make(model, matrix, weight, gram)
-        seconds = time.perf_counter() - began
+        seconds = time.process_time() - began
         return cls(made[matrix.name] if isinstance(made, swd.FactorSet) else made, seconds)
 
 
