@@ -130,7 +130,7 @@ class PairSums(_Projection):
         super().__init__(weight, activation, dtype, sum(len(unit.channels) for unit in self._writes))
 
     def _add_block(self, z: Tensor, pre: Tensor, up: Tensor | None, each: Callable[[], Any]) -> None:
-        def difference(i: int) -> Tensor:
+        def difference(i: int) -> Tensor:  # f(h) - f(h - c_i), on the channels that i writes
             unit = self._writes[i]
             with torch.no_grad():
                 return full[unit.channels] - self._value(_less(pre, unit, z[i]), up, unit.channels)
@@ -140,8 +140,20 @@ class PairSums(_Projection):
             with torch.no_grad():  # holds for the calling thread only; the full precision of products is everybody's
                 gram = self._gram[unit.channels][:, unit.channels]
                 marginal = self._squared(own[i], unit.channels, gram)
-                later = self._with_later(i, z, _less(pre, unit, z[i]), full[unit.channels] - own[i], up, own, gram)
-            return i, marginal, later
+                # h - c_i and f(h - c_i), on the channels that i writes.
+                less, cut = _less(pre, unit, z[i]), full[unit.channels] - own[i]
+                squares = []  # sum over the block's tokens of |q_ij|^2 for j = i + 1 ...
+                for j in range(i + 1, len(self._writes)):
+                    other = self._writes[j]
+                    in_i, in_j = _shared(self._index[i], other)
+                    channels = other.channels.index_select(0, in_j)
+                    both = less.index_select(0, in_i)
+                    both.addr_(other.weights.index_select(0, in_j), z[j], alpha=-1)
+                    delta = self._value(both, up, channels)
+                    delta -= cut.index_select(0, in_i)
+                    delta += own[j].index_select(0, in_j)
+                    squares.append(self._squared(delta, channels, gram, in_i))
+            return i, marginal, torch.stack(squares).double().cpu() if squares else torch.zeros(0, dtype=torch.float64)
 
         units = range(len(self._writes))
         with _each_unit(pre.device) as each_unit:
@@ -152,29 +164,6 @@ class PairSums(_Projection):
                 self.pairs[i, i + 1 :] += later
                 self.pairs[i + 1 :, i] += later
                 each()
-
-    def _with_later(
-        self, i: int, z: Tensor, less: Tensor, cut: Tensor, up: Tensor | None, own: list[Tensor], gram: Tensor
-    ) -> Float[Tensor, " later"]:
-        """sum over the block's tokens of |q_ij|^2 for j = i + 1 ...
-
-        Args:
-            less, cut: (written, token) h - c_i and f(h - c_i) on the channels that i writes.
-            own: f(h) - f(h - c_j) of every unit j, on the channels that j writes.
-            gram: W W^T on the channels that i writes.
-        """
-        squares = []
-        for j in range(i + 1, len(self._writes)):
-            unit = self._writes[j]
-            in_i, in_j = _shared(self._index[i], unit)
-            channels = unit.channels.index_select(0, in_j)
-            both = less.index_select(0, in_i)
-            both.addr_(unit.weights.index_select(0, in_j), z[j], alpha=-1)
-            delta = self._value(both, up, channels)
-            delta -= cut.index_select(0, in_i)
-            delta += own[j].index_select(0, in_j)
-            squares.append(self._squared(delta, channels, gram, in_i))
-        return torch.stack(squares).double().cpu() if squares else torch.zeros(0, dtype=torch.float64)
 
     def _value(self, pre: Tensor, up: Tensor | None, channels: Any) -> Tensor:
         """f(pre), times the other branch where there is a gate; a new tensor."""
@@ -223,7 +212,14 @@ class GateUpSums(_Projection):
                 gram = self._gram[unit.channels][:, unit.channels]
                 opened = full[unit.channels] - self._activation(_less(pre, unit, z[i]))  # f(h) - f(h - c_i)
                 marginal = self._squared(opened * up[unit.channels], unit.channels, gram)
-                return i, marginal, self._with_up_units(i, opened, up_z, gram)
+                squares = []  # sum over the block's tokens of |[f(h) - f(h - c_i)] d_j W|^2 of every up unit j
+                for other, z_j in zip(self._up, up_z, strict=True):
+                    in_i, in_j = _shared(self._index[i], other)
+                    delta = opened.index_select(0, in_i)
+                    delta *= other.weights.index_select(0, in_j)[:, None]
+                    delta *= z_j
+                    squares.append(self._squared(delta, other.channels.index_select(0, in_j), gram, in_i))
+                return i, marginal, torch.stack(squares).double().cpu()
 
         with _each_unit(pre.device) as each_unit:
             full = self._activation(pre)
@@ -233,18 +229,6 @@ class GateUpSums(_Projection):
                 self.marginals[i] += marginal.double().cpu()
                 self.pairs[i] += pairs
                 each()
-
-    def _with_up_units(self, i: int, opened: Tensor, up_z: Tensor, gram: Tensor) -> Float[Tensor, " up"]:
-        """sum over the block's tokens of |[f(h) - f(h - c_i)] d_j W|^2 of every up unit j. opened: (written, token) f(h) - f(h
-        - c_i) on the channels that i writes; gram: W W^T on them."""
-        squares = []
-        for unit, z in zip(self._up, up_z, strict=True):
-            in_i, in_j = _shared(self._index[i], unit)
-            delta = opened.index_select(0, in_i)
-            delta *= unit.weights.index_select(0, in_j)[:, None]
-            delta *= z
-            squares.append(self._squared(delta, unit.channels.index_select(0, in_j), gram, in_i))
-        return torch.stack(squares).double().cpu()
 
 
 def _writes(write: Float[Tensor, "unit d_mlp"]) -> list[_Writes]:
