@@ -28,6 +28,7 @@ from swd_lens.base.record import Record, checked
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import require_no_dropout
 from swd_lens.hosts.sites import Site
+from swd_lens.units import attach
 
 HEADS = {
     **dict.fromkeys(("source", "target"), "object"),
@@ -136,7 +137,8 @@ def attention_paths(model: Any, factors: Any, graph: UnitGraph, *, pairs: int = 
         for site, unit in graph.nodes[graph.nodes["kind"] == "unit"].groupby("site")["unit"]:
             drawn[by_name[str(site)]] = sorted(set(unit.tolist()))
         drawn = {site: drawn[site] for site in units.sites if site in drawn}
-        run = frozen_run(units, drawn, ids, drawn, ())
+        with attach(model, units):
+            run = frozen_run(units, drawn, ids, drawn, ())
         heads = table(_head_rows(layout_of(units, drawn, run, answers=(), static=False, bounded=False), graph), HEADS)
         layers = sides_of(units, set(heads["layer"].tolist()))
         runs = run_layers(units, layers, torch.tensor([ids])) if layers else {}

@@ -276,8 +276,15 @@ def _fitted(host: Host, site: Site, affine: Affine, inputs: Mapping[bool, Tensor
     """The norm that makes h of one of its possible inputs: streams that the block's attention has written to or not."""
     layer_norm, errors = facts_of(host.model).norm == "layer", []
     # What the host's settings say is tried first: on centred residuals both norms fit.
+    y = h if affine.shift is None else h - affine.shift.to(h.device)
     for centred in (layer_norm, not layer_norm):
-        fits = {attended: _fit(x, h, affine, centred) for attended, x in inputs.items()}
+        fits: dict[bool, tuple[Tensor, float]] = {}
+        for attended, x in inputs.items():
+            # 1 / scale of every position by least squares, and how far the formula then is from h.
+            u = x - x.mean(-1, keepdim=True) if centred else x
+            u = u if affine.scale is None else u * affine.scale.to(u.device)
+            inverse = (y * u).sum(-1) / (u * u).sum(-1).clamp(min=1e-30)
+            fits[attended] = inverse, float((y - inverse[:, None] * u).norm() / y.norm().clamp(min=1e-30))
         attended, (inverse, difference) = min(fits.items(), key=lambda fit: fit[1][1])
         if difference < _tolerance(host):
             return Reading(centred, None if affine.scale is None else affine.scale.cpu(), inverse.cpu(), attended)
@@ -286,15 +293,6 @@ def _fitted(host: Host, site: Site, affine: Affine, inputs: Mapping[bool, Tensor
         f"what {site.name} reads is no LayerNorm or RMSNorm of this host's residual stream (off by {min(errors):.1%}), so "
         "a unit graph cannot follow it; if hooks change it, remove them with model.reset_hooks()"
     )
-
-
-def _fit(x: Tensor, h: Tensor, affine: Affine, centred: bool) -> tuple[Float[Tensor, " row"], float]:
-    """1 / scale of every position by least squares, and how far the formula then is from h."""
-    u = x - x.mean(-1, keepdim=True) if centred else x
-    u = u if affine.scale is None else u * affine.scale.to(u.device)
-    y = h if affine.shift is None else h - affine.shift.to(h.device)
-    inverse = (y * u).sum(-1) / (u * u).sum(-1).clamp(min=1e-30)
-    return inverse, float((y - inverse[:, None] * u).norm() / y.norm().clamp(min=1e-30))
 
 
 def final_reading(host: Host, x: Float[Tensor, "pos d_model"]) -> HeldNorm:

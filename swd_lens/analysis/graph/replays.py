@@ -148,7 +148,8 @@ def replays(
     with torch.no_grad():
         drawn = [site for site in attached.sites if site.name in {place.site for place in watched.values()}]
         everywhere = attached.host.sites()  # responses pass through all patterns and slopes
-        run = frozen_run(attached, drawn, ids, everywhere, everywhere)
+        with attach(model, attached):
+            run = frozen_run(attached, drawn, ids, everywhere, everywhere)
         z = torch.tensor([float(run.z[p.site][p.position, p.unit]) for p in places], dtype=torch.float32)
         _require_the_graphs_run(run, watched, rows)
         effects = responses(attached, run, places, list(watched.values()), list(answers.values()), progress=progress)
@@ -212,49 +213,36 @@ def _true_changes(
 ) -> Float[Tensor, "row target"]:
     """The changes by setting a unit to a value, row by row, at the watched units and the answers' centred logits."""
     changes = torch.zeros(len(values), len(watched) + len(answers), dtype=torch.float32)
-    layer_of = {site.name: site.layer for site in units.sites}
+    layer_of, host = {site.name: site.layer for site in units.sites}, units.host
+    seen = {place.site for place in watched}
     order = sorted(range(len(values)), key=lambda i: layer_of[values[i][0].site])
-    with attach(units.host.model, units):
+    with attach(host.model, units):
         # As many rows at once as there is room for: z and products of every site, and the logits.
         per_position = sum(of_site.n_units for of_site in units.values())
-        per_position += 4 * max(site.d_in + site.d_out for site in units.host.sites())
-        per_row = 4 * (len(ids) * per_position + 2 * int(units.host.model.cfg.d_vocab))
-        at_once = max(1, room(next(units.host.model.parameters()).device) // per_row - 1)
+        per_position += 4 * max(site.d_in + site.d_out for site in host.sites())
+        per_row = 4 * (len(ids) * per_position + 2 * int(host.model.cfg.d_vocab))
+        at_once = max(1, room(next(host.model.parameters()).device) // per_row - 1)
         batches = [order[start : start + at_once] for start in range(0, len(order), at_once)]
         for batch in tqdm(batches, desc="true runs", disable=not progress or len(batches) < 3, leave=False):
-            of_batch = [values[i] for i in batch]
-            changes[batch] = _run(units, ids, of_batch, min(layer_of[p.site] for p, _ in of_batch), watched, answers)
+            # From the block of the earliest unit on: an untouched row, then one for each value.
+            tokens, layer = torch.tensor([list(ids)] * (1 + len(batch))), min(layer_of[values[i][0].site] for i in batch)
+            start = Start(layer, host.residual(tokens[:1], layer).expand(len(tokens), -1, -1)) if layer else None
+            by_site: dict[str, list[tuple[int, ResponseSlot, float]]] = {}
+            for row, (place, value) in enumerate((values[i] for i in batch), 1):
+                by_site.setdefault(place.site, []).append((row, place, value))
+            hooks = [(hook_name(site), _clamp(of_site)) for site, of_site in by_site.items()]
+            sites = [site for site in units.sites if site.name in seen and site.layer >= layer]
+            with host.model.hooks(fwd_hooks=hooks):
+                shown = record(host, tokens, units=sites, run="last", start=start)
+            columns = torch.zeros(len(tokens), len(watched), dtype=torch.float32)
+            for i, place in enumerate(watched):
+                if place.site in shown.units:
+                    columns[:, i] = shown.units[place.site][:, place.position, place.unit].float().cpu()
+            assert shown.logits is not None
+            logits = before_cap(shown.logits.float().cpu(), facts_of(host.model).logit_cap)
+            whole = torch.cat([columns, logits[:, list(answers)] - logits.mean(-1, keepdim=True)], 1)
+            changes[batch] = whole[1:] - whole[:1]
     return changes
-
-
-def _run(
-    units: UnitSet,
-    ids: Sequence[int],
-    values: Sequence[tuple[ResponseSlot, float]],
-    layer: int,
-    watched: Sequence[ResponseSlot],
-    answers: Sequence[int],
-) -> Float[Tensor, "row target"]:
-    """One batch, from a block on: an untouched row, then one for each value."""
-    tokens = torch.tensor([list(ids)] * (1 + len(values)))
-    start = Start(layer, units.host.residual(tokens[:1], layer).expand(len(tokens), -1, -1)) if layer else None
-    by_site: dict[str, list[tuple[int, ResponseSlot, float]]] = {}
-    for row, (place, value) in enumerate(values, 1):
-        by_site.setdefault(place.site, []).append((row, place, value))
-    hooks = [(hook_name(site), _clamp(of_site)) for site, of_site in by_site.items()]
-    names = {place.site for place in watched}
-    sites = [site for site in units.sites if site.name in names and site.layer >= layer]
-    with units.host.model.hooks(fwd_hooks=hooks):
-        shown = record(units.host, tokens, units=sites, run="last", start=start)
-    columns = torch.zeros(len(tokens), len(watched), dtype=torch.float32)
-    for i, place in enumerate(watched):
-        if place.site in shown.units:
-            columns[:, i] = shown.units[place.site][:, place.position, place.unit].float().cpu()
-    assert shown.logits is not None
-    logits = before_cap(shown.logits.float().cpu(), facts_of(units.host.model).logit_cap)
-    centred = logits[:, list(answers)] - logits.mean(-1, keepdim=True)
-    whole = torch.cat([columns, centred], 1)
-    return whole[1:] - whole[:1]
 
 
 def _clamp(values: Sequence[tuple[int, ResponseSlot, float]]) -> Any:

@@ -110,16 +110,14 @@ class _Change:
         h = self.run.readings[layer, "attn"].push(stream)
         for kind in ("attn_q", "attn_k"):  # they end at the pattern
             self._units(f"blocks.{layer}.{kind}", h)
-        pattern, n_heads = self.run.patterns[layer], int(self.units.host.model.cfg.n_heads)
-        v = by_head(self._values(layer, h, site.d_in), n_heads, site.d_in)
-        return self._write(site.name, torch.einsum("hds,bshe->bdhe", pattern, v).flatten(2))
-
-    def _values(self, layer: int, h: Tensor, width: int) -> Float[Tensor, "source pos _width"]:
         packed = f"blocks.{layer}.attn_qkv"
         if packed in self.units.factors:
-            write = value_columns(self.units.factors[packed].write, width)
-            return self._units(packed, h) @ write.detach().float().cpu()
-        return self._out(f"blocks.{layer}.attn_v", h)
+            values = self._units(packed, h) @ value_columns(self.units.factors[packed].write, site.d_in).detach().float().cpu()
+        else:
+            values = self._out(f"blocks.{layer}.attn_v", h)
+        pattern, n_heads = self.run.patterns[layer], int(self.units.host.model.cfg.n_heads)
+        v = by_head(values, n_heads, site.d_in)
+        return self._write(site.name, torch.einsum("hds,bshe->bdhe", pattern, v).flatten(2))
 
     def _mlp(self, layer: int, entering: Tensor, middle: Tensor) -> Tensor | None:
         """The change that the MLP of a block writes."""
