@@ -36,7 +36,7 @@ from swd_lens.hosts import Host, Start, host_of, require_no_dropout, sites_of
 from swd_lens.hosts.predictions import TOKENS, Predictions
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.weights import stored_matrix
-from swd_lens.tasks.streams import TokenStream, as_stream
+from swd_lens.tasks.streams import as_stream
 from swd_lens.tasks.text import same_length
 from swd_lens.units import attach
 
@@ -180,15 +180,28 @@ def measure(
     if stream is not None and stream.row_length < 2:
         raise TokenError("KL on text needs rows of at least two tokens: each position predicts the next")
     with torch.no_grad():
-        # Margins of the edits' own prompts, before and under each.
+        # 1. Margins of the edits' own prompts, before and under each.
         numbered, margins = dict(enumerate(edits)), {}
         for target in {id(edit.target): edit.target for edit in edits}.values():
             of_target = {i: edit for i, edit in numbered.items() if edit.target is target}
             for i, *runs in _runs(host, of_target, target.tokens[None]):
                 logits = torch.cat(runs).double()
                 margins[i] = (logits[:, target.answer_id] - logits[:, target.foil_id]).tolist()
-        kl_prompts = _prompts(host, numbered, rows, batch_size, progress)
-        kl_text, n = _text(host, numbered, stream, batch_size, progress)
+        # 2. KL of the token behind each prompt; prompts of one length run together.
+        kl_prompts = torch.zeros(len(edits), len(rows), dtype=torch.float64)
+        size = min(batch_size, max(1, CHUNK_BYTES // (8 * int(host.model.cfg.d_vocab))))
+        batches = same_length([len(ids) for ids in rows], lambda length: size)
+        for batch in tqdm(batches, desc="prompts", unit="batch", disable=not progress, leave=False):
+            for i, before, after in _runs(host, numbered, torch.stack([rows[i] for i in batch])):
+                kl_prompts[i, batch] = kl_per_prediction(before, after)
+        # 3. Sums of KL on text.
+        kl_text, n = [0.0] * len(edits), 0
+        if stream is not None:
+            predictions, size = Predictions(host), min(batch_size, max(1, TOKENS // stream.row_length))
+            n, total = stream.n_rows * (stream.row_length - 1), -(-stream.n_rows // size)
+            for text in tqdm(stream.batches(size), desc="text", unit="batch", total=total, disable=not progress, leave=False):
+                for i, before, after in _runs(host, numbered, text, predictions):
+                    kl_text[i] += float(predictions.total(_kl, text, before, after))
     measurement = {"n_prompts": len(read), "n_text_predictions": n, "swd_lens": __version__, **standing_hooks(model)}
     measurement |= {} if stream is None else stream.about(model)
     return [
@@ -204,35 +217,6 @@ def measure(
         )
         for i, edit in enumerate(edits)
     ]
-
-
-def _prompts(
-    host: Host, edits: Mapping[int, Edit], prompts: Sequence[Int[Tensor, " _pos"]], batch_size: int, progress: bool
-) -> Float[Tensor, "edit prompt"]:
-    """KL of the token behind each prompt; prompts of one length run together."""
-    values = torch.zeros(len(edits), len(prompts), dtype=torch.float64)
-    size = min(batch_size, max(1, CHUNK_BYTES // (8 * int(host.model.cfg.d_vocab))))
-    batches = same_length([len(ids) for ids in prompts], lambda length: size)
-    for batch in tqdm(batches, desc="prompts", unit="batch", disable=not progress, leave=False):
-        rows = torch.stack([prompts[i] for i in batch])
-        for i, before, after in _runs(host, edits, rows):
-            values[i, batch] = kl_per_prediction(before, after)
-    return values
-
-
-def _text(
-    host: Host, edits: Mapping[int, Edit], stream: TokenStream | None, batch_size: int, progress: bool
-) -> tuple[list[float], int]:
-    """Sums of KL per edit, and the number of predictions."""
-    sums = [0.0] * len(edits)
-    if stream is None:
-        return sums, 0
-    predictions, size = Predictions(host), min(batch_size, max(1, TOKENS // stream.row_length))
-    total = -(-stream.n_rows // size)
-    for rows in tqdm(stream.batches(size), desc="text", unit="batch", total=total, disable=not progress, leave=False):
-        for i, before, after in _runs(host, edits, rows, predictions):
-            sums[i] += float(predictions.total(_kl, rows, before, after))
-    return sums, stream.n_rows * (stream.row_length - 1)
 
 
 def _kl(_targets: Tensor, before: Tensor, after: Tensor) -> Float[Tensor, ""]:
