@@ -88,10 +88,6 @@ class AttentionPaths(Record):
         values = checked("AttentionPaths", values, {"heads": rows, "scores": rows, "settings": dict[str, Any]})
         return cls(table(values["heads"], HEADS), table(values["scores"], SCORES), values["settings"])
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values; `from_dict` takes them back."""
-        return {"heads": records(self.heads), "scores": records(self.scores), "settings": dict(self.settings)}
-
     def __repr__(self) -> str:
         edges = len(self.heads[["source", "target"]].drop_duplicates())
         places = len(self.scores[_PLACE].drop_duplicates())

@@ -14,7 +14,6 @@ looked at, of all prompts one after the other).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -93,16 +92,13 @@ def read_norms(host: Host, tokens: Any = None) -> FrozenRun:
     cfg = host.model.cfg
     probe = torch.arange(min(_PROBE_TOKENS, int(cfg.n_ctx), int(cfg.d_vocab)))[None]
     rows = probe if tokens is None else as_rows(tokens, host.model)
-    runs = (
-        freeze(host, batch)
-        for batch in tqdm(rows.split(_ROWS_AT_ONCE), desc="norms", disable=len(rows) <= _ROWS_AT_ONCE, leave=False)
-    )
-    first, sums = next(runs), None
-    for run in chain((first,), runs):
-        now = [float(n.inverse.double().sum()) for n in (*run.readings.values(), *run.writings.values())]
-        sums = now if sums is None else [old + new for old, new in zip(sums, now, strict=True)]
-    assert sums is not None
-    means = iter(torch.tensor([1.0 if tokens is None else total / rows.numel()]) for total in sums)
+    first, sums = None, torch.zeros((), dtype=torch.float64)
+    for batch in tqdm(rows.split(_ROWS_AT_ONCE), desc="norms", disable=len(rows) <= _ROWS_AT_ONCE, leave=False):
+        run = freeze(host, batch)
+        first = first or run
+        sums = sums + torch.stack([n.inverse.double().sum() for n in (*run.readings.values(), *run.writings.values())])
+    assert first is not None
+    means = iter((torch.ones_like(sums) if tokens is None else sums / rows.numel()).float().split(1))
     readings = {key: replace(norm, inverse=next(means)) for key, norm in first.readings.items()}
     writings = {site: replace(norm, inverse=next(means)) for site, norm in first.writings.items()}
     return replace(first, readings=readings, writings=writings)

@@ -96,41 +96,26 @@ class _Change:
         self.of_targets = torch.zeros(len(sources), len(targets), dtype=torch.float32)
         first = min((split_name(place.site)[0] for place in sources), default=0)
         for layer in range(first, 1 + max(site.layer for site in self.by_name.values())):
-            entering = self.stream
-            written = self._attention(layer, entering)
-            middle = entering if written is None else entering + written
-            written = self._mlp(layer, entering, middle)
-            self.stream = middle if written is None else middle + written
-
-    def _attention(self, layer: int, stream: Tensor) -> Tensor | None:
-        """The change that the attention of a block writes."""
-        site = self.by_name.get(f"blocks.{layer}.attn_o")
-        if site is None or (layer, "attn") not in self.run.readings:
-            return None
-        h = self.run.readings[layer, "attn"].push(stream)
-        for kind in ("attn_q", "attn_k"):  # they end at the pattern
-            self._units(f"blocks.{layer}.{kind}", h)
-        packed = f"blocks.{layer}.attn_qkv"
-        if packed in self.units.factors:
-            values = self._units(packed, h) @ value_columns(self.units.factors[packed].write, site.d_in).detach().float().cpu()
-        else:
-            values = self._out(f"blocks.{layer}.attn_v", h)
-        pattern, n_heads = self.run.patterns[layer], int(self.units.host.model.cfg.n_heads)
-        v = by_head(values, n_heads, site.d_in)
-        return self._write(site.name, torch.einsum("hds,bshe->bdhe", pattern, v).flatten(2))
-
-    def _mlp(self, layer: int, entering: Tensor, middle: Tensor) -> Tensor | None:
-        """The change that the MLP of a block writes."""
-        site, reading = self.by_name.get(f"blocks.{layer}.mlp_out"), self.run.readings.get((layer, "mlp"))
-        if site is None or reading is None:
-            return None
-        h = reading.push(middle if reading.behind_attention else entering)
-        post = torch.zeros(*h.shape[:2], site.d_in, dtype=torch.float32)
-        for kind in PRE_ACTIVATION:
-            name = f"blocks.{layer}.{kind}"
-            if name in self.run.slopes:
-                post += self.run.slopes[name] * self._out(name, h)
-        return self._write(site.name, post)
+            entering, site = self.stream, self.by_name.get(f"blocks.{layer}.attn_o")
+            if site is not None and (layer, "attn") in run.readings:
+                h = run.readings[layer, "attn"].push(entering)
+                for kind in ("attn_q", "attn_k"):  # they end at the pattern
+                    self._units(f"blocks.{layer}.{kind}", h)
+                packed = f"blocks.{layer}.attn_qkv"
+                if packed in units.factors:
+                    values = self._units(packed, h) @ value_columns(units.factors[packed].write, site.d_in).detach().float().cpu()
+                else:
+                    values = self._out(f"blocks.{layer}.attn_v", h)
+                v = by_head(values, int(units.host.model.cfg.n_heads), site.d_in)
+                self.stream = entering + self._write(site.name, torch.einsum("hds,bshe->bdhe", run.patterns[layer], v).flatten(2))
+            site, reading = self.by_name.get(f"blocks.{layer}.mlp_out"), run.readings.get((layer, "mlp"))
+            if site is not None and reading is not None:
+                h = reading.push(self.stream if reading.behind_attention else entering)
+                post = torch.zeros(*h.shape[:2], site.d_in, dtype=torch.float32)
+                for name in (f"blocks.{layer}.{kind}" for kind in PRE_ACTIVATION):
+                    if name in run.slopes:
+                        post += run.slopes[name] * self._out(name, h)
+                self.stream = self.stream + self._write(site.name, post)
 
     def _write(self, name: str, h: Tensor) -> Tensor:
         """The change of the residual stream by a change of a site's input."""
