@@ -151,8 +151,7 @@ def freeze(
         }
     assert shown.logits is not None
     stream = _rows(embedded)
-    writings, written = _writings(host, writers, shown, behind)
-    readings, leaving = _readings(host, stream, readers, written, shown.inputs)
+    readings, writings, leaving = _norms(host, stream, readers, writers, shown, behind)
     cap = facts_of(host.model).logit_cap
     return FrozenRun(
         stream.cpu(),
@@ -221,11 +220,17 @@ def _rows(tensor: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "_row *wid
 # ---------------------------------------------------------------------------------------------- norms
 
 
-def _writings(
-    host: Host, writers: Sequence[Site], shown: Recording, behind: Mapping[str, tuple[Tensor, Tensor]]
-) -> tuple[dict[str, HeldNorm], dict[str, Float[Tensor, "row d_model"]]]:
-    """The norms behind the sites that have one, and what every site wrote to the residual stream."""
-    norms, written = {}, {}
+def _norms(
+    host: Host,
+    stream: Float[Tensor, "row d_model"],
+    readers: Mapping[tuple[int, str], Site],
+    writers: Sequence[Site],
+    shown: Recording,
+    behind: Mapping[str, tuple[Tensor, Tensor]],
+) -> tuple[dict[tuple[int, str], Reading], dict[str, HeldNorm], Float[Tensor, "row d_model"]]:
+    """How every block reads the residual stream, the norms behind the sites that have one, and what leaves the last block."""
+    writings: dict[str, HeldNorm] = {}
+    written: dict[str, Tensor] = {}  # by every site, to the residual stream
     for site in writers:
         y = written[site.name] = _rows(shown.outputs[site.name])
         norm = host.norm_behind(site)
@@ -237,31 +242,19 @@ def _writings(
                 "a unit graph needs blocks that add what they write to the residual stream; in this host a norm behind "
                 f"{site.name} takes the stream itself"
             )
-        affine = host.norm_affine(norm)
-        norms[site.name], written[site.name] = _fitted(host, site, affine, {False: y}, made), made
-    return norms, written
-
-
-def _readings(
-    host: Host,
-    stream: Float[Tensor, "row d_model"],
-    readers: Mapping[tuple[int, str], Site],
-    written: Mapping[str, Float[Tensor, "row d_model"]],
-    inputs: Mapping[str, Tensor],
-) -> tuple[dict[tuple[int, str], Reading], Float[Tensor, "row d_model"]]:
-    """How every block reads the residual stream, and what leaves the last block."""
+        writings[site.name], written[site.name] = _fitted(host, site, host.norm_affine(norm), {False: y}, made), made
     readings: dict[tuple[int, str], Reading] = {}
     x = stream
     for layer in range(max(site.layer for site in (*host.sites(), *host.alternatives())) + 1):
         middle = x + written.get(f"blocks.{layer}.attn_o", torch.zeros_like(x))
         # An MLP beside its attention (a parallel block) reads what enters the block.
-        for norm, residuals in (("attn", {False: x}), ("mlp", {True: middle, False: x})):
-            site = readers.get((layer, norm))
-            if site is not None:
-                affine = host.norm_before(site) or Affine()
-                readings[layer, norm] = _fitted(host, site, affine, residuals, _rows(inputs[site.name]))
+        for which, residuals in (("attn", {False: x}), ("mlp", {True: middle, False: x})):
+            reader = readers.get((layer, which))
+            if reader is not None:
+                affine = host.norm_before(reader) or Affine()
+                readings[layer, which] = _fitted(host, reader, affine, residuals, _rows(shown.inputs[reader.name]))
         x = middle + written.get(f"blocks.{layer}.mlp_out", torch.zeros_like(x))
-    return readings, x
+    return readings, writings, x
 
 
 def _tolerance(host: Host) -> float:
