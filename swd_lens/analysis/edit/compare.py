@@ -263,12 +263,10 @@ class _Beside(nn.Module):
 
     def __init__(self, read: Float[Tensor, "batch d_in rank"], write: Float[Tensor, "batch rank d_out"]):
         super().__init__()
-        # Past nn.Module's registration: they are no parameters of the host.
-        self.__dict__.update(read=read, write=write)
+        self.read, self.write = read, write  # plain tensors: no parameters of the host
 
     def forward(self, h: Tensor, bias: Tensor | None, dense: Callable[[Tensor], Tensor]) -> Tensor:
-        added = torch.bmm(torch.bmm(h.float(), self.__dict__["read"]), self.__dict__["write"])
-        return dense(h) + added.to(h.dtype)
+        return dense(h) + torch.bmm(torch.bmm(h.float(), self.read), self.write).to(h.dtype)
 
 
 def lora_edits(
