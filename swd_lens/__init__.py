@@ -157,7 +157,7 @@ TYPES = {
     "UnitGraph": "analysis.graph.result",
     "Replays": "analysis.graph.replays",
     "GraphPage": "analysis.graph.viewer.page",
-    "UnitInteractions": "analysis.interactions.result",
+    "UnitInteractions": "analysis.interactions.finite",
     "UnitOverlap": "analysis.interactions.overlap",
     "UnitProfile": "analysis.audit.unit",
     "UnitScores": "circuits.scores",

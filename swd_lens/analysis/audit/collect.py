@@ -13,6 +13,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,9 +96,9 @@ def audit(
     require_no_dropout(model)
     if isinstance(scores, UnitScores):
         scores = {str(scores.settings.get("task") or "task"): scores}
-    by_task, per_row = dict(scores or {}), places_per_row(per_row, n, stream)
+    by_task, new_places = dict(scores or {}), top_places(model, stream, n, before, after, per_row)
     warn_without_bos(model, stream, "text of the audit")
-    special, ends = special_ids(model) if model.tokenizer is not None else (), document_ends(model)
+    special = special_ids(model) if model.tokenizer is not None else ()
     with attach(model, factors) as attachment:
         unit_set = attachment.factors
         for task, of_task in by_task.items():
@@ -105,15 +106,12 @@ def audit(
         indices = select_units(unit_set, units)
         if labels is not None:
             labels.require(unit_set.identities, unit_set.sizes)
-        observers = {
-            site: SiteObserver(of_site, TopPlaces(n, before, after, per_row, ends), coactivation, special)
-            for site, of_site in indices.items()
-        }
+        observers = {site: SiteObserver(of_site, new_places(), coactivation, special) for site, of_site in indices.items()}
         first = _FirstRows(next(iter(observers.values())))
         tokens_sha256 = watch(host, stream, {**observers, next(iter(observers)): first}, batch_size, progress)
     settings = _made_of(host, stream, unit_set, indices) | {"tokens_sha256": tokens_sha256, "contexts": n}
-    settings |= {"contexts_per_row": per_row, "before": before, "after": after}
-    settings["documents"] = next(iter(observers.values())).places.documents
+    places = next(iter(observers.values())).places
+    settings |= {"contexts_per_row": places.per_row, "before": before, "after": after, "documents": places.documents}
     names = TokenNames(model)
     return Audit(
         sites={site.name: observer.result() for site, observer in observers.items()},
@@ -124,7 +122,9 @@ def audit(
         n_tokens=stream.n_counted,
         names=names,
         # An encoder has no next-token logits that a unit could have a direct effect on.
-        readout=Readout(model, indices, *first.rows_and_counted(), names) if facts_of(model).reads_out else None,
+        readout=Readout(model, indices, torch.cat(first.rows), torch.cat(first.counted).cpu(), names)
+        if facts_of(model).reads_out
+        else None,
         ends=Ends.of(host),
     )
 
@@ -149,8 +149,8 @@ class _FirstRows:
 
     def __init__(self, observer: Observer):
         self.observer = observer
-        self.rows: list[Tensor] = []
-        self.counted: list[Tensor] = []
+        self.rows: list[Tensor] = []  # (rows, pos) ids
+        self.counted: list[Tensor] = []  # which of their positions count
         self.n_rows = 0
 
     def __call__(self, first_row: int, rows: Tensor, z: Tensor, counted: Tensor | None) -> None:
@@ -159,10 +159,6 @@ class _FirstRows:
             self.counted.append(torch.ones_like(rows, dtype=torch.bool)[:missing] if counted is None else counted[:missing])
             self.n_rows += len(self.rows[-1])
         self.observer(first_row, rows, z, counted)
-
-    def rows_and_counted(self) -> tuple[Tensor, Tensor]:
-        """(rows, pos) ids, and which of their positions count."""
-        return torch.cat(self.rows), torch.cat(self.counted).cpu()
 
 
 def top_contexts(
@@ -193,13 +189,12 @@ def top_contexts(
         UnsupportedHostError: a site whose units the host's forward never shows.
     """
     stream, names = as_stream(tokens, model), TokenNames(model)
-    per_row = places_per_row(per_row, n, stream)
+    new_places = top_places(model, stream, n, before, after, per_row)
     require_no_dropout(model)
     columns: dict[str, list[int]] = {}
     for site, index in dict.fromkeys(units):
         columns.setdefault(site, []).append(index)
-    ends = document_ends(model)
-    places = {site: TopPlaces(n, before, after, per_row, ends) for site in columns}
+    places = {site: new_places() for site in columns}
 
     def observer(site: str) -> Observer:
         return lambda first_row, rows, z, counted: places[site].add(first_row, rows, z[..., columns[site]], counted)
@@ -215,18 +210,15 @@ def top_contexts(
     }
 
 
-def places_per_row(asked: int | None, n: int, stream: TokenStream) -> int:
-    """How many places of a row may stand in a list of n: as asked, or what fills the list, at least one. Raises ValueError:
-    fewer than one."""
-    if asked is not None and asked < 1:
-        raise ValueError(f"per_row must be 1 or more, got {asked}")
-    return -(-n // stream.n_rows) if asked is None else asked
-
-
-def document_ends(model: Any) -> tuple[int, ...]:
-    """The token that stands between documents of a text, as far as the host's tokenizer has one."""
+def top_places(model: Any, stream: TokenStream, n: int, before: int, after: int, per_row: int | None) -> Callable[[], TopPlaces]:
+    """What makes the empty lists of n places. per_row: how many places of a row may stand in one; None: what fills it, at least
+    one. Raises ValueError: fewer than one."""
+    if per_row is not None and per_row < 1:
+        raise ValueError(f"per_row must be 1 or more, got {per_row}")
+    # The token that stands between documents of a text, as far as the host's tokenizer has one.
     end = getattr(getattr(model, "tokenizer", None), "eos_token_id", None)
-    return () if end is None else (int(end),)
+    at_most = -(-n // stream.n_rows) if per_row is None else per_row
+    return partial(TopPlaces, n, before, after, at_most, () if end is None else (int(end),))
 
 
 def select_units(unit_set: UnitSet, units: Any) -> dict[Site, Int[Tensor, " unit"]]:
@@ -314,7 +306,12 @@ def watch(
         def read(z: Tensor, hook: Any) -> None:
             seen.add(site.name)
             z = z.detach().float()
-            _require_finite(site, z)
+            # The sum is cheap; it can overflow, so look again before complaining.
+            if not bool(torch.isfinite(z.sum())) and bool((bad := ~torch.isfinite(z).flatten(0, 1).all(0)).any()):
+                raise ValueError(
+                    f"z of {site.name}/{int(bad.nonzero()[0])} is not finite on this text; run the host in float32, or look for "
+                    "the tokens at which its activations overflow"
+                )
             observe(first_row, rows, z, counted)
 
         return read
@@ -335,14 +332,3 @@ def watch(
             digest.update(rows.contiguous().numpy().data)
             first_row += len(rows)
     return digest.hexdigest()
-
-
-def _require_finite(site: Site, z: Float[Tensor, "rows pos unit"]) -> None:
-    if bool(torch.isfinite(z.sum())):  # cheap; a sum can overflow, so look again before complaining
-        return
-    bad = ~torch.isfinite(z).flatten(0, 1).all(0)
-    if bool(bad.any()):
-        raise ValueError(
-            f"z of {site.name}/{int(bad.nonzero()[0])} is not finite on this text; run the host in float32, or look for "
-            "the tokens at which its activations overflow"
-        )

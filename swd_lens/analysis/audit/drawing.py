@@ -80,8 +80,18 @@ def unit_html(unit: Any, link: Link = lambda unit: None, *, level: int = 2, lege
             f'<div class="parts"><section>{histogram}</section><section>{effect}</section></div>',
             _contexts(unit.contexts, level + 1, legends),
             f'<div class="parts">{_edges("reads", unit.reads, level + 1)}{_edges("writes", unit.writes, level + 1)}</div>',
-            _neighbours(profile, link, level + 1),
         ]
+        neighbours = "".join(
+            f"<div>{_heading(level + 2, 'side', title)}{_bars(units, 1.0, link=link)}</div>"
+            for title, units in (
+                ("write vector alike (cosine)", profile.similar),
+                ("active together (correlation of z)", profile.coactive),
+            )
+            if units
+        )
+        if neighbours:
+            heading = _heading(level + 1, "part", f"Neighbours in {_plain(profile.site)}")
+            pieces.append(f'{heading}<div class="parts">{neighbours}</div>')
     return f'<article class="swd-unit">{"".join(pieces)}</article>'
 
 
@@ -201,19 +211,6 @@ def _edges(verb: str, edges: Edges | None, level: int) -> str:
     return f"<section>{heading}{body}</section>"
 
 
-def _neighbours(profile: Any, link: Link, level: int) -> str:
-    columns = [
-        f"<div>{_heading(level + 1, 'side', title)}{_bars(units, 1.0, link=link)}</div>"
-        for title, units in (
-            ("write vector alike (cosine)", profile.similar),
-            ("active together (correlation of z)", profile.coactive),
-        )
-        if units
-    ]
-    heading = _heading(level, "part", f"Neighbours in {_plain(profile.site)}")
-    return f'{heading}<div class="parts">{"".join(columns)}</div>' if columns else ""
-
-
 def _bars(
     rows: Sequence[tuple[str, float]],
     largest: float,
@@ -269,32 +266,29 @@ def draw_paths(layers: Mapping[int, tuple[str, Sequence[DrawnUnit]]], title: str
         _arrow(ax, (_STREAM_X, height - 0.8), (_STREAM_X, height - 0.42), 3.2, head=16)
         ax.text(_STREAM_X + 0.16, -0.3, "residual\nstream", fontsize=8, color=INK, va="bottom")
     ax.text(0.17, -0.62, words, fontsize=7, color=INK, va="top")
+    left, right = _UNIT_X - _UNIT_WIDTH / 2, _UNIT_X + _UNIT_WIDTH / 2
     for row, (layer, (inputs, units)) in enumerate(layers.items()):
-        _draw_layer(ax, layer, inputs, units, row * band + band / 2)
+        # The layer's input, its units, and the sum of what they write, around a height.
+        middle = row * band + band / 2
+        _box(ax, (_INPUT_X, middle), 0.86, 0.62, "#eef4fa")
+        ax.text(_INPUT_X, middle, f"$h_{{{layer}}}$", fontsize=12, color=INK_ON_FILL, zorder=5, **_CENTRED)
+        ax.text(_INPUT_X, middle - 0.42, inputs, fontsize=7, ha="center", va="top", color=INK)
+        if any(unit.into_stream for unit in units):
+            ax.add_patch(Circle((_STREAM_X, middle), 0.17, facecolor="white", edgecolor=INK, linewidth=1.3, zorder=4))
+            ax.text(_STREAM_X, middle, "+", fontsize=12, color=INK_ON_FILL, zorder=5, **_CENTRED)
+        for i, unit in enumerate(units):
+            y = middle + _UNIT_STEP * ((len(units) - 1) / 2 - i)
+            above = y >= middle
+            _arrow(ax, (_INPUT_X + 0.45, middle), (left, y), 1.6)
+            if unit.into_stream:
+                _arrow(ax, (right, y), (_STREAM_X - 0.19, middle), 1.6)
+            _box(ax, (_UNIT_X, y), _UNIT_WIDTH, 0.58, unit.fill)
+            ax.text(_UNIT_X, y + 0.11, unit.name, fontsize=9, color=INK_ON_FILL, zorder=5, **_CENTRED, **unit.looks)
+            ax.text(_UNIT_X, y - 0.15, unit.under, fontsize=6.5, color=INK_ON_FILL, zorder=5, **_CENTRED)
+            ax.text(right + 0.14, y + (0.13 if above else -0.15), unit.writes, fontsize=7, color=INK, va="center")
+            ax.text(left - 0.1, y + (0.2 if above else -0.2), unit.reads, fontsize=7, color=INK, va="center", ha="right")
     ax.set_title(literal(title), fontsize=10, color=INK, loc="left")
     return figure
-
-
-def _draw_layer(ax: Any, layer: int, inputs: str, units: Sequence[DrawnUnit], middle: float) -> None:
-    """One layer's input, its units, and the sum of what they write, around a height."""
-    _box(ax, (_INPUT_X, middle), 0.86, 0.62, "#eef4fa")
-    ax.text(_INPUT_X, middle, f"$h_{{{layer}}}$", fontsize=12, color=INK_ON_FILL, zorder=5, **_CENTRED)
-    ax.text(_INPUT_X, middle - 0.42, inputs, fontsize=7, ha="center", va="top", color=INK)
-    if any(unit.into_stream for unit in units):
-        ax.add_patch(Circle((_STREAM_X, middle), 0.17, facecolor="white", edgecolor=INK, linewidth=1.3, zorder=4))
-        ax.text(_STREAM_X, middle, "+", fontsize=12, color=INK_ON_FILL, zorder=5, **_CENTRED)
-    left, right = _UNIT_X - _UNIT_WIDTH / 2, _UNIT_X + _UNIT_WIDTH / 2
-    for i, unit in enumerate(units):
-        y = middle + _UNIT_STEP * ((len(units) - 1) / 2 - i)
-        above = y >= middle
-        _arrow(ax, (_INPUT_X + 0.45, middle), (left, y), 1.6)
-        if unit.into_stream:
-            _arrow(ax, (right, y), (_STREAM_X - 0.19, middle), 1.6)
-        _box(ax, (_UNIT_X, y), _UNIT_WIDTH, 0.58, unit.fill)
-        ax.text(_UNIT_X, y + 0.11, unit.name, fontsize=9, color=INK_ON_FILL, zorder=5, **_CENTRED, **unit.looks)
-        ax.text(_UNIT_X, y - 0.15, unit.under, fontsize=6.5, color=INK_ON_FILL, zorder=5, **_CENTRED)
-        ax.text(right + 0.14, y + (0.13 if above else -0.15), unit.writes, fontsize=7, color=INK, va="center")
-        ax.text(left - 0.1, y + (0.2 if above else -0.2), unit.reads, fontsize=7, color=INK, va="center", ha="right")
 
 
 def _box(ax: Any, middle: tuple[float, float], width: float, height: float, fill: Any) -> None:

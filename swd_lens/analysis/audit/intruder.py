@@ -30,6 +30,7 @@ from swd_lens.base.errors import UnitSourceError
 from swd_lens.base.figures import new_figure, style
 from swd_lens.base.record import SavedRecord
 from swd_lens.base.surroundings import with_torch_defaults
+from swd_lens.units.keys import single_units
 
 Encoder = Callable[[Sequence[str]], Any]
 SHOWN, TRIALS, DEALS = 6, 20, 99
@@ -130,9 +131,9 @@ def intruder(
     bounded("deals", deals, 1)
     encode = static_words() if encoder is None else encoder
     texts: dict[str, list[str]] = {}
-    for name in audit.units if units is None else [f"{s}/{u}" for s, u in map(audit.place, _listed(units))]:
-        found = list(dict.fromkeys("".join(c.tokens) for c in audit.contexts(*audit.place(name), shown)))
-        texts[name] = found
+    for site, unit in map(audit.place, audit.units if units is None else single_units(units)):
+        contexts = audit.contexts(site, unit, shown)
+        texts[f"{site}/{unit}"] = list(dict.fromkeys("".join(context.tokens) for context in contexts))
     kept = {name: of for name, of in texts.items() if len(of) == shown}
     if len(kept) < 2:
         raise ValueError(
@@ -154,10 +155,6 @@ def intruder(
     settings = {"shown": shown, "trials": trials, "seed": seed, "encoder": getattr(encode, "__name__", type(encode).__name__)}
     settings |= {"units left out": len(texts) - len(kept), "audit": dict(audit.settings)}
     return IntruderTest(pd.DataFrame({"unit": list(kept), "accuracy": accuracy.tolist()}), dealt, 1 / shown, settings)
-
-
-def _listed(units: Any) -> list[Any]:
-    return [units] if isinstance(units, str) else list(units)
 
 
 def _cosines(vectors: Float[Tensor, "text dimension"]) -> Float[Tensor, "text text"]:

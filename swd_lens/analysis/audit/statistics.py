@@ -76,7 +76,16 @@ class Statistics:
     def add(self, z: Float[Tensor, "tokens unit"]) -> None:
         """z of some tokens, of all units of the site."""
         if not self.n_tokens:
-            self._start(z)
+            device = "cpu" if z.device.type == "mps" else z.device  # which has no float64
+            n_units, columns = z.shape[1], len(self.units)
+            self.sums = torch.zeros(n_units, dtype=torch.float64, device=device)
+            self.squares = self.sums.clone()
+            if self.coactivation:
+                self.products = torch.zeros(columns, n_units, dtype=torch.float64, device=device)
+            self.smallest = torch.full((columns,), float("inf"), device=device, dtype=torch.float32)
+            self.largest = -self.smallest
+            self._set(torch.full((columns,), _LEAST, dtype=torch.int64, device=device))
+            self.counts = torch.zeros(columns, 2 * SIDE, dtype=torch.int64, device=device)
         units = self.units.to(self.sums.device)
         for part in z.split(_TOKENS_AT_ONCE):
             double = part.to(self.sums.device).double()
@@ -128,18 +137,6 @@ class Statistics:
         variance = square - mean.square()
         # A unit that is constant: what is left of the difference is rounding.
         return torch.where(variance > 1e-14 * square, variance, 0.0)
-
-    def _start(self, z: Tensor) -> None:
-        device = "cpu" if z.device.type == "mps" else z.device  # which has no float64
-        units, columns = z.shape[1], len(self.units)
-        self.sums = torch.zeros(units, dtype=torch.float64, device=device)
-        self.squares = self.sums.clone()
-        if self.coactivation:
-            self.products = torch.zeros(columns, units, dtype=torch.float64, device=device)
-        self.smallest = torch.full((columns,), float("inf"), device=device, dtype=torch.float32)
-        self.largest = -self.smallest
-        self._set(torch.full((columns,), _LEAST, dtype=torch.int64, device=device))
-        self.counts = torch.zeros(columns, 2 * SIDE, dtype=torch.int64, device=device)
 
     def _count(self, z: Float[Tensor, "tokens column"]) -> None:
         self.smallest = torch.minimum(self.smallest, z.amin(0))

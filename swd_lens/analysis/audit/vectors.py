@@ -20,7 +20,7 @@ from torch import Tensor
 
 from swd_lens.analysis.audit.contexts import TokenNames
 from swd_lens.base.record import PlainRecord
-from swd_lens.hosts import Host, host_of, sites_of
+from swd_lens.hosts import host_of, sites_of
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.held import inverse_scale, norms_behind
 from swd_lens.hosts.sites import WRITES_RESIDUAL, Site, Span, split_name
@@ -30,60 +30,24 @@ from swd_lens.units.factors import Factors
 
 N_TOKENS = 8_192  # of the text, from its beginning
 _AT_ONCE = 2_048  # tokens of a forward
+_BLOCK = 512  # rows of a cosine matrix at a time
+_LOGITS_AT_ONCE = 2**22
 
 
 @dataclass(frozen=True)
 class Passage:
-    """From a site's output to what the unembedding reads."""
+    """From a site's output to what the unembedding reads: through each norm, then times `inverse`."""
 
     # (d_model,) of each norm on the way, None where it is one (or folded into the next matrix)
     weights: tuple[Float[Tensor, " d_model"] | None, ...]
     centred: bool  # whether these norms take the mean out
     inverse: float  # mean over positions of 1 / scale, of both norms together
 
-    def carry(self, write: Float[Tensor, "some d_model"]) -> Float[Tensor, "some d_model"]:
-        """Write vectors as the unembedding reads them."""
-        for weight in self.weights:
-            write = write - write.mean(1, keepdim=True) if self.centred else write
-            write = write if weight is None else write * weight.to(write)
-        return write * self.inverse
-
 
 def beginning_of(stream: TokenStream) -> tuple[Int[Tensor, "rows pos"], Bool[Tensor, "rows pos"] | None]:
     """The first rows of a text, N_TOKENS tokens or one row, and which of their positions count."""
     rows = next(iter(stream.batches(max(1, N_TOKENS // stream.row_length))))
     return rows, stream.counted(rows, 0)
-
-
-def passages(
-    host: Host, sites: Iterable[Site], rows: Int[Tensor, "rows pos"], counted: Bool[Tensor, "rows pos"] | None
-) -> dict[str, Passage]:
-    """Site -> its passage, of those that write to the residual stream; the rows run once, without their logits. counted:
-    positions that scales are averaged over; None: all. Raises UnsupportedHostError: the host has no next-token logits."""
-    final_weight, _ = host.readout()
-    writing = [site for site in sites if site.kind in WRITES_RESIDUAL]
-    behind = {site: norm for site in writing if (norm := host.norm_behind(site)) is not None}
-    facts, final_parts = facts_of(host.model), []
-    parts: dict[str, list[Tensor]] = {site.name: [] for site in behind}
-    with torch.no_grad():
-        for part in rows.split(max(1, _AT_ONCE // rows.shape[1])):
-            with norms_behind(host, list(behind)) as seen:
-                stream = host.residual(part, len(host.model.blocks))
-            final_parts.append(inverse_scale(facts, stream).cpu())  # 1 where the host has no final norm
-            for site, (x, _) in seen.items():
-                parts[site].append(inverse_scale(facts, x).cpu().reshape(-1, rows.shape[1]))
-    final_inverse, inverse = torch.cat(final_parts), {site: torch.cat(of_site) for site, of_site in parts.items()}
-    by_site = {}
-    for site in writing:
-        both = final_inverse * inverse[site.name] if site in behind else final_inverse
-        mean = float(both.mean() if counted is None else both[counted].mean())
-        first = [host.norm_affine(behind[site]).scale] if site in behind else []
-        by_site[site.name] = Passage((*first, final_weight), facts.norm == "layer", mean)
-    return by_site
-
-
-_BLOCK = 512  # rows of a cosine matrix at a time
-_LOGITS_AT_ONCE = 2**22
 
 
 def read_vectors(units: Units) -> Float[Tensor, "d_in unit"] | None:
@@ -183,17 +147,39 @@ class Readout:
         counted: Bool[Tensor, "rows pos"] | None = None,
         names: TokenNames | None = None,
     ):
-        host = host_of(model)
-        _, self.unembedding = host.readout()
-        self.passages = passages(host, sites, rows, counted)
+        host, facts = host_of(model), facts_of(model)
+        final_weight, self.unembedding = host.readout()
         self.names = names or TokenNames(model)
+        writing = [site for site in sites if site.kind in WRITES_RESIDUAL]
+        behind = {site: norm for site in writing if (norm := host.norm_behind(site)) is not None}
+        # Scales of the norms on the way, from a run of the rows without their logits.
+        final_parts: list[Tensor] = []
+        parts: dict[str, list[Tensor]] = {site.name: [] for site in behind}
+        with torch.no_grad():
+            for part in rows.split(max(1, _AT_ONCE // rows.shape[1])):
+                with norms_behind(host, list(behind)) as seen:
+                    stream = host.residual(part, len(host.model.blocks))
+                final_parts.append(inverse_scale(facts, stream).cpu())  # 1 where the host has no final norm
+                for site, (x, _) in seen.items():
+                    parts[site].append(inverse_scale(facts, x).cpu().reshape(-1, rows.shape[1]))
+        self.passages: dict[str, Passage] = {}  # of the sites that write to the residual stream
+        for site in writing:
+            both = torch.cat(final_parts)
+            both = both * torch.cat(parts[site.name]) if site in behind else both
+            mean = float(both.mean() if counted is None else both[counted].mean())
+            first = [host.norm_affine(behind[site]).scale] if site in behind else []
+            self.passages[site.name] = Passage((*first, final_weight), facts.norm == "layer", mean)
 
     def effects(self, site: str, write: Float[Tensor, "some d_model"], n: int = 8) -> list[LogitEffect]:
         """One per write vector of a site, with the n tokens on either side."""
-        unembedding = self.unembedding.detach().float()
+        unembedding, passage = self.unembedding.detach().float(), self.passages[site]
         effects = []
         for part in write.split(max(1, _LOGITS_AT_ONCE // unembedding.shape[1])):
-            logits = self.passages[site].carry(part.to(unembedding.device)) @ unembedding
+            read = part.to(unembedding.device)
+            for weight in passage.weights:
+                read = read - read.mean(1, keepdim=True) if passage.centred else read
+                read = read if weight is None else read * weight.to(read)
+            logits = (read * passage.inverse) @ unembedding
             logits = logits - logits.mean(1, keepdim=True)
             n = min(n, logits.shape[1])
             top, bottom = logits.topk(n), (-logits).topk(n)

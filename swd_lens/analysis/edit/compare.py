@@ -12,8 +12,7 @@
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +35,7 @@ from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.undo import Undo
-from swd_lens.hosts import Host, Start, host_of, require_gradients
+from swd_lens.hosts import Start, host_of, require_gradients
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Site
 from swd_lens.units.attach import require_free
@@ -92,10 +91,16 @@ class EditComparison:
         change = require_number("change", change)
         if change == 0 or of not in _COSTS:
             raise EditError(f"cost_at takes a change other than 0 and one of the three KL columns, got {change} and {quoted(of)}")
-        costs = [
-            {"method": method, "unit": rows["unit"].iloc[0], of: _interpolated(rows, change, of)}
-            for method, rows in self.rows.groupby("method", sort=False)
-        ]
+        costs = []
+        for method, rows in self.rows.groupby("method", sort=False):
+            # Between the edits of the change's sign and no edit at all.
+            moved, paid = rows["margin change"].to_numpy(float), rows[of].to_numpy(float)
+            branch = np.sign(moved) == np.sign(change)
+            reached = np.concatenate([[0.0], np.abs(moved[branch])])
+            roots = np.concatenate([[0.0], np.sqrt(paid[branch])])
+            order = np.argsort(reached, kind="stable")
+            root = np.interp(abs(change), reached[order], roots[order], right=np.nan)
+            costs.append({"method": method, "unit": rows["unit"].iloc[0], of: float(root**2)})
         return pd.DataFrame(costs).sort_values(of, kind="stable", ignore_index=True)
 
     def plot(self, of: str = "KL other prompts"):
@@ -235,18 +240,6 @@ def compare_edits(
     )
 
 
-def _interpolated(rows: pd.DataFrame, change: float, of: str) -> float:
-    """KL at a realised change, between the edits of its sign and no edit at all."""
-    moved, paid = rows["margin change"].to_numpy(float), rows[of].to_numpy(float)
-    branch = np.sign(moved) == np.sign(change)
-    reached = np.concatenate([[0.0], np.abs(moved[branch])])
-    roots = np.concatenate([[0.0], np.sqrt(paid[branch])])
-    order = np.argsort(reached, kind="stable")
-    if abs(change) > reached.max():
-        return float("nan")
-    return float(np.interp(abs(change), reached[order], roots[order]) ** 2)
-
-
 def _kl_axis(ax: Any, values: Sequence[float] | pd.Series) -> None:
     """A log axis with 0 on it: ticks at 0 and at powers of ten."""
     positive = [float(value) for value in values if value > 0]
@@ -270,12 +263,10 @@ class _Beside(nn.Module):
 
     def __init__(self, read: Float[Tensor, "batch d_in rank"], write: Float[Tensor, "batch rank d_out"]):
         super().__init__()
-        # Past nn.Module's registration: they are no parameters of the host.
-        self.__dict__.update(read=read, write=write)
+        self.read, self.write = read, write  # plain tensors: no parameters of the host
 
     def forward(self, h: Tensor, bias: Tensor | None, dense: Callable[[Tensor], Tensor]) -> Tensor:
-        added = torch.bmm(torch.bmm(h.float(), self.__dict__["read"]), self.__dict__["write"])
-        return dense(h) + added.to(h.dtype)
+        return dense(h) + torch.bmm(torch.bmm(h.float(), self.read), self.write).to(h.dtype)
 
 
 def lora_edits(
@@ -284,8 +275,6 @@ def lora_edits(
     target: Target,
     shifts: Sequence[float],
     *,
-    rank: int = RANK,
-    steps: int = STEPS,
     learning_rate: float | int = LEARNING_RATE,
     seed: int = SEED,
     progress: bool = True,
@@ -303,16 +292,24 @@ def lora_edits(
     require_free(host, [site])
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    drawn = INIT * torch.randn(site.d_in, rank, generator=generator, dtype=torch.float32)
+    drawn = INIT * torch.randn(site.d_in, RANK, generator=generator, dtype=torch.float32)
     read = drawn.to(device).repeat(len(shifts), 1, 1).requires_grad_(True)
-    write = torch.zeros(len(shifts), rank, site.d_out, device=device, requires_grad=True, dtype=torch.float32)
+    write = torch.zeros(len(shifts), RANK, site.d_out, device=device, requires_grad=True, dtype=torch.float32)
     requested = torch.tensor(list(shifts), device=device, dtype=torch.float32)
     optimizer = torch.optim.AdamW([read, write], lr=float(learning_rate), weight_decay=0.0)
     require_gradients(model)
-    with torch.enable_grad(), _margins(host, site, target, read, write) as margins:
+    # The host runs from the site's block on, the prompt once per row.
+    tokens, ids = target.tokens[None], torch.tensor([target.answer_id, target.foil_id])
+    with torch.no_grad():
+        residual = host.residual(tokens, site.layer)
+    start = Start(site.layer, residual.detach().repeat(len(shifts), 1, 1))
+    tokens, mode = tokens.repeat(len(shifts), 1), host.model.training
+    with torch.enable_grad(), Undo() as undo:
+        host.swap(site, _Beside(read, write).train(mode), HookPoint().train(mode), undo.push)
         first = None
-        for _ in tqdm(range(steps), desc="LoRA", unit="step", disable=not progress, leave=False):
-            margin = margins()
+        for _ in tqdm(range(STEPS), desc="LoRA", unit="step", disable=not progress, leave=False):
+            logits = host.last_logits(tokens, start=start, token_ids=ids).float()
+            margin = logits[:, 0] - logits[:, 1]
             first = margin.detach() if first is None else first  # L_B = 0: the unedited margin, by the same arithmetic
             size = read.square().sum((1, 2)) + write.square().sum((1, 2))
             loss = ((margin - first - requested).square() + L2 * size).sum()
@@ -322,32 +319,13 @@ def lora_edits(
     for shift, a, b in zip(shifts, read.detach().cpu(), write.detach().cpu(), strict=True):
         settings = provenance(host, site, target, "lora", float(shift)) | {
             "calibration": "trained: (margin - margin_0 - shift)^2 + l2 (||L_A||^2 + ||L_B||^2), final margin",
-            "rank": rank,
+            "rank": RANK,
             "l2": L2,
             "init": INIT,
-            "steps": steps,
+            "steps": STEPS,
             "learning_rate": float(learning_rate),
             "seed": seed,
         }
         delta = Delta(a.clone(), b.clone())
         edits.append(Edit(site.name, "lora", float(shift), delta, target, settings, host.model))
     return edits
-
-
-@contextmanager
-def _margins(host: Host, site: Site, target: Target, read: Tensor, write: Tensor) -> Iterator[Callable[[], Tensor]]:
-    """While open, calling it gives the margin of every row (float32), differentiable by the pairs."""
-    tokens, rows = target.tokens[None], len(read)
-    with torch.no_grad():
-        residual = host.residual(tokens, site.layer)
-    start = Start(site.layer, residual.detach().repeat(rows, 1, 1))
-    tokens, ids = tokens.repeat(rows, 1), torch.tensor([target.answer_id, target.foil_id])
-
-    def margins() -> Tensor:
-        logits = host.last_logits(tokens, start=start, token_ids=ids).float()
-        return logits[:, 0] - logits[:, 1]
-
-    mode = host.model.training
-    with Undo() as undo:
-        host.swap(site, _Beside(read, write).train(mode), HookPoint().train(mode), undo.push)
-        yield margins

@@ -10,7 +10,7 @@
 host's, softmax and sums are float64: these divergences go down to 1e-9.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from swd_lens.hosts import Host, Start, host_of, require_no_dropout, sites_of
 from swd_lens.hosts.predictions import TOKENS, Predictions
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.weights import stored_matrix
-from swd_lens.tasks.streams import TokenStream, as_stream
+from swd_lens.tasks.streams import as_stream
 from swd_lens.tasks.text import same_length
 from swd_lens.units import attach
 
@@ -180,23 +180,35 @@ def measure(
     if stream is not None and stream.row_length < 2:
         raise TokenError("KL on text needs rows of at least two tokens: each position predicts the next")
     with torch.no_grad():
-        # Margins of the edits' own prompts, before and under each.
-        before, after = [0.0] * len(edits), [0.0] * len(edits)
-        for members in _groups(edits, by_prompt=True):
-            target = edits[members[0]].target
-            runs = (logits[0].double() for logits in _runs(host, [edits[i] for i in members], target.tokens[None]))
-            first, *later = (float(logits[target.answer_id] - logits[target.foil_id]) for logits in runs)
-            for i, margin in zip(members, later, strict=True):
-                before[i], after[i] = first, margin
-        kl_prompts = _prompts(host, edits, rows, batch_size, progress)
-        kl_text, n = _text(host, edits, stream, batch_size, progress)
+        # 1. Margins of the edits' own prompts, before and under each.
+        numbered, margins = dict(enumerate(edits)), {}
+        for target in {id(edit.target): edit.target for edit in edits}.values():
+            of_target = {i: edit for i, edit in numbered.items() if edit.target is target}
+            for i, *runs in _runs(host, of_target, target.tokens[None]):
+                logits = torch.cat(runs).double()
+                margins[i] = (logits[:, target.answer_id] - logits[:, target.foil_id]).tolist()
+        # 2. KL of the token behind each prompt; prompts of one length run together.
+        kl_prompts = torch.zeros(len(edits), len(rows), dtype=torch.float64)
+        size = min(batch_size, max(1, CHUNK_BYTES // (8 * int(host.model.cfg.d_vocab))))
+        batches = same_length([len(ids) for ids in rows], lambda length: size)
+        for batch in tqdm(batches, desc="prompts", unit="batch", disable=not progress, leave=False):
+            for i, before, after in _runs(host, numbered, torch.stack([rows[i] for i in batch])):
+                kl_prompts[i, batch] = kl_per_prediction(before, after)
+        # 3. Sums of KL on text.
+        kl_text, n = [0.0] * len(edits), 0
+        if stream is not None:
+            predictions, size = Predictions(host), min(batch_size, max(1, TOKENS // stream.row_length))
+            n, total = stream.n_rows * (stream.row_length - 1), -(-stream.n_rows // size)
+            for text in tqdm(stream.batches(size), desc="text", unit="batch", total=total, disable=not progress, leave=False):
+                for i, before, after in _runs(host, numbered, text, predictions):
+                    kl_text[i] += float(predictions.total(_kl, text, before, after))
     measurement = {"n_prompts": len(read), "n_text_predictions": n, "swd_lens": __version__, **standing_hooks(model)}
     measurement |= {} if stream is None else stream.about(model)
     return [
         SideEffects(
             edit=edit,
-            margin_before=before[i],
-            margin_after=after[i],
+            margin_before=margins[i][0],
+            margin_after=margins[i][1],
             prompts=tuple(shown_text(model, prompt) for prompt in read),
             kl_prompts=tuple(kl_prompts[i].tolist()),
             kl_text=None if stream is None else kl_text[i] / n,
@@ -207,70 +219,31 @@ def measure(
     ]
 
 
-def _prompts(
-    host: Host, edits: Sequence[Edit], prompts: Sequence[Int[Tensor, " _pos"]], batch_size: int, progress: bool
-) -> Float[Tensor, "edit prompt"]:
-    """KL of the token behind each prompt; prompts of one length run together."""
-    values = torch.zeros(len(edits), len(prompts), dtype=torch.float64)
-    size = min(batch_size, max(1, CHUNK_BYTES // (8 * int(host.model.cfg.d_vocab))))
-    batches = same_length([len(ids) for ids in prompts], lambda length: size)
-    for batch in tqdm(batches, desc="prompts", unit="batch", disable=not progress, leave=False):
-        rows = torch.stack([prompts[i] for i in batch])
-        for members in _groups(edits):
-            runs = _runs(host, [edits[i] for i in members], rows)
-            before = next(runs)
-            for i, after in zip(members, runs, strict=True):
-                values[i, batch] = kl_per_prediction(before, after)
-    return values
-
-
-def _text(
-    host: Host, edits: Sequence[Edit], stream: TokenStream | None, batch_size: int, progress: bool
-) -> tuple[list[float], int]:
-    """Sums of KL per edit, and the number of predictions."""
-    sums = [0.0] * len(edits)
-    if stream is None:
-        return sums, 0
-    predictions, size = Predictions(host), min(batch_size, max(1, TOKENS // stream.row_length))
-    total = -(-stream.n_rows // size)
-    for rows in tqdm(stream.batches(size), desc="text", unit="batch", total=total, disable=not progress, leave=False):
-        for members in _groups(edits):
-            runs = _runs(host, [edits[i] for i in members], rows, predictions)
-            before = next(runs)
-            for i, after in zip(members, runs, strict=True):
-                sums[i] += float(predictions.total(_kl, rows, before, after))
-    return sums, stream.n_rows * (stream.row_length - 1)
-
-
 def _kl(_targets: Tensor, before: Tensor, after: Tensor) -> Float[Tensor, ""]:
     return kl_per_prediction(before.flatten(0, 1), after.flatten(0, 1)).sum()
 
 
-def _groups(edits: Sequence[Edit], by_prompt: bool = False) -> list[list[int]]:
-    """Which edits share their base (and their prompt)."""
-    groups: dict[Any, list[int]] = {}
-    for i, edit in enumerate(edits):
-        groups.setdefault((id(edit.replaced), id(edit.target) if by_prompt else 0), []).append(i)
-    return list(groups.values())
-
-
 def _runs(
-    host: Host, edits: Sequence[Edit], rows: Int[Tensor, "rows pos"], predictions: Predictions | None = None
-) -> Iterator[Tensor]:
-    """Before the edits (which share their base), then under each in turn: what `Predictions.run` gives, or the last position's
-    logits. No edit reaches what enters its block: that is run once."""
-    layer = min(sites_of(host, edit.site)[0].layer for edit in edits)
-    with nullcontext() if edits[0].replaced is None else attach(host.model, edits[0].replaced):
-        if predictions is None:
-            run = partial(host.last_logits, start=Start(layer, host.residual(rows, layer)))
-        else:
-            run = partial(predictions.run, start=predictions.start(rows, layer))
-        before = run(rows)
-    yield before
-    for edit in edits:
-        with _written(host, edit) if edit.factors is None else attach(host.model, edit.factors):
-            after = run(rows)
-        yield after
+    host: Host, edits: Mapping[int, Edit], rows: Int[Tensor, "rows pos"], predictions: Predictions | None = None
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each edit's number, and what `Predictions.run` gives, or the last position's logits, before it and under it. Edits of one
+    base share the run before them; no edit reaches what enters its block: that is run once."""
+    by_base: dict[int, list[int]] = {}
+    for i, edit in edits.items():
+        by_base.setdefault(id(edit.replaced), []).append(i)
+    for members in by_base.values():
+        base, layer = edits[members[0]].replaced, min(sites_of(host, edits[i].site)[0].layer for i in members)
+        with nullcontext() if base is None else attach(host.model, base):
+            if predictions is None:
+                run = partial(host.last_logits, start=Start(layer, host.residual(rows, layer)))
+            else:
+                run = partial(predictions.run, start=predictions.start(rows, layer))
+            before = run(rows)
+        for i in members:
+            edit = edits[i]
+            with _written(host, edit) if edit.factors is None else attach(host.model, edit.factors):
+                after = run(rows)
+            yield i, before, after
 
 
 @contextmanager

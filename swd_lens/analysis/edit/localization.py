@@ -21,7 +21,7 @@ from swd_lens.base.figures import heatmap, new_figure
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import SavedRecord
 from swd_lens.base.surroundings import with_torch_defaults
-from swd_lens.circuits import Circuit, UnitScores, attribute, evaluate_circuits
+from swd_lens.circuits import Circuit, attribute, evaluate_circuits
 from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.interventions import Outcome
 from swd_lens.hosts import host_of
@@ -143,7 +143,13 @@ def localize(
     own, dense = UnitSet.of(model, factors), DenseCache()
     bar = tqdm(tasks, desc="localization", unit="task", disable=not progress, leave=False)
     scores = {task.name: attribute(model, own, task, dense=dense, **attribution) for task in bar}
-    chosen = _chosen(scores, units)
+    if isinstance(units, Mapping):
+        if units.keys() != scores.keys():
+            raise ValueError(f"units= names {', '.join(map(legible, units))}; the tasks are {', '.join(map(legible, scores))}")
+        chosen = {name: read_units(units[name], of_task.scores) for name, of_task in scores.items()}
+    else:
+        bounded("units", units, 1, min(of_task.n_units for of_task in scores.values()))
+        chosen = {name: of_task.ranking()[:units] for name, of_task in scores.items()}
     edits = {name: Circuit.of(own, scores[name], of).units for name, of in chosen.items()}
     # Sets of random units that read and write.
     size = max(map(len, edits.values()))
@@ -168,13 +174,3 @@ def localize(
     settings |= {"factors": own.identities, "attribution": dict(attribution), **standing_hooks(model)}
     named = {name: [f"{site}/{unit}" for site, unit in edits[name]] for name in chosen}
     return EditLocalization(named, margins, pd.DataFrame(rows), settings)
-
-
-def _chosen(scores: Mapping[str, UnitScores], units: int | Mapping[str, Any]) -> dict[str, list[tuple[str, int]]]:
-    """Task -> the units that its edit changes; raises ValueError where they cannot be chosen."""
-    if isinstance(units, Mapping):
-        if units.keys() != scores.keys():
-            raise ValueError(f"units= names {', '.join(map(legible, units))}; the tasks are {', '.join(map(legible, scores))}")
-        return {name: read_units(units[name], of_task.scores) for name, of_task in scores.items()}
-    bounded("units", units, 1, min(of_task.n_units for of_task in scores.values()))
-    return {name: of_task.ranking()[:units] for name, of_task in scores.items()}

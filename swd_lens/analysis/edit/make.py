@@ -109,7 +109,14 @@ def unit_edit(
     settings |= {"unit": name, **calibration, "offset": offset, "valid_units": int(f.valid_units.sum())}
     if base == "dense":
         return Edit(site.name, method, shift, delta, target, settings, model)
-    changed = _changed(factors, site.name, index, delta)
+    # The set with B_c + alpha dbar in row c of the site's write matrix.
+    write = f.write.clone()
+    write[index] += delta.write[0].to(write.device)
+    note = {"edited_unit": index, "edited_edges_added": int((write != 0).sum() - (f.write != 0).sum())}
+    after = replace(f, write=write, settings={**f.settings, **note})
+    # What enters later sites changes, so that the set's probe and theirs no longer hold; the site's own does (read is as it was).
+    of_set = {key: value for key, value in factors.provenance.items() if not key.startswith("probe_")}
+    changed = FactorSet({**factors, site.name: after}, of_set)
     settings |= {"edges_added": changed[site.name].edges - f.edges, "edges": changed.edges}
     return Edit(site.name, method, shift, delta, target, settings, model, changed, factors)
 
@@ -188,18 +195,6 @@ def provenance(host: Host, site: Site, target: Target, method: str, shift: float
         **described(host, site),
         **standing_hooks(host.model),
     }
-
-
-def _changed(factors: FactorSet, name: str, index: int, delta: Delta) -> FactorSet:
-    """The set with B_c + alpha dbar in row c of a site's write matrix."""
-    before = factors[name]
-    write = before.write.clone()
-    write[index] += delta.write[0].to(write.device)
-    note = {"edited_unit": index, "edited_edges_added": int((write != 0).sum() - (before.write != 0).sum())}
-    after = replace(before, write=write, settings={**before.settings, **note})
-    # What enters later sites changes, so that the set's probe and theirs no longer hold; the site's own does (read is as it was).
-    of_set = {key: value for key, value in factors.provenance.items() if not key.startswith("probe_")}
-    return FactorSet({site: after if site == name else f for site, f in factors.items()}, of_set)
 
 
 # ---------------------------------------------------------------------------------------------- units

@@ -3,12 +3,12 @@
 build.py (unit_graph) -> frozen.py (one run, held) -> edges.py (weights) -> pruning.py (influence, what is kept) -> result.py
 (UnitGraph, whose tables are data.py's). aligned.py (task_graph) is the mean over a task's aligned prompts.
 
-To look at: drawing.py (SVG), viewer/ (a page to look into). replays.py clamps units in true runs, beside what the frozen run
-predicts (responses.py). attention.py splits what crosses positions by head, and its patterns' scores by pairs of query and key
+To look at: viewer/ (a page to look into), drawing.py (SVG of the page's data). replays.py clamps units in true runs, beside what
+the frozen run predicts. attention.py splits what crosses positions by head, and its patterns' scores by pairs of query and key
 units. feeders.py asks for the edges into one unit alone. paths.py is the paper's figure of the best units.
 
-For other tools' viewers: export.py, with nodes.py (what they draw), pinned.py (what they open with, and where), groups.py (units
-shown as one), features.py (what they show of a unit), tracing.py (query-key pairs).
+For other tools' viewers: export.py, with nodes.py (what they draw, and query-key pairs), pinned.py (what they open with, and
+where), groups.py (units shown as one), features.py (what they show of a unit).
 """
 
 from swd_lens.analysis.graph.aligned import task_graph

@@ -17,15 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.analysis.graph.build import (
-    activations_of,
-    drawn_units,
-    frozen_while_attached,
-    kept_edges,
-    made_with,
-    nodes_of,
-    require_edges,
-)
+from swd_lens.analysis.graph.build import activations_of, drawn_units, frozen_run, kept_edges, made_with, nodes_of, require_edges
 from swd_lens.analysis.graph.edges import LOGIT, TOKEN, Contrast, Layout, layout_of, weights
 from swd_lens.analysis.graph.pruning import pruned
 from swd_lens.analysis.graph.result import UnitGraph
@@ -132,7 +124,7 @@ def _of_prompt(
     attached: UnitSet, drawn: Mapping[Site, Sequence[int]], split: TaskSplit, i: int, top: str, *, across: bool
 ) -> Layout:
     """The nodes of one prompt, with its own answers at the top, and its held run."""
-    run = frozen_while_attached(attached, drawn, split.tokens[i].tolist(), drawn if across else (), drawn)
+    run = frozen_run(attached, drawn, split.tokens[i].tolist(), drawn if across else (), drawn)
     right, wrong = split.answer_ids[i], split.distractor_ids[i]
     contrasts = [
         Contrast(right, wrong) if with_right and with_wrong else Contrast(right if with_right else wrong)

@@ -28,6 +28,7 @@ from swd_lens.base.record import Record, checked
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.hosts import require_no_dropout
 from swd_lens.hosts.sites import Site
+from swd_lens.units import attach
 
 HEADS = {
     **dict.fromkeys(("source", "target"), "object"),
@@ -87,10 +88,6 @@ class AttentionPaths(Record):
         values = checked("AttentionPaths", values, {"heads": rows, "scores": rows, "settings": dict[str, Any]})
         return cls(table(values["heads"], HEADS), table(values["scores"], SCORES), values["settings"])
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values; `from_dict` takes them back."""
-        return {"heads": records(self.heads), "scores": records(self.scores), "settings": dict(self.settings)}
-
     def __repr__(self) -> str:
         edges = len(self.heads[["source", "target"]].drop_duplicates())
         places = len(self.scores[_PLACE].drop_duplicates())
@@ -136,7 +133,8 @@ def attention_paths(model: Any, factors: Any, graph: UnitGraph, *, pairs: int = 
         for site, unit in graph.nodes[graph.nodes["kind"] == "unit"].groupby("site")["unit"]:
             drawn[by_name[str(site)]] = sorted(set(unit.tolist()))
         drawn = {site: drawn[site] for site in units.sites if site in drawn}
-        run = frozen_run(units, drawn, ids, drawn, ())
+        with attach(model, units):
+            run = frozen_run(units, drawn, ids, drawn, ())
         heads = table(_head_rows(layout_of(units, drawn, run, answers=(), static=False, bounded=False), graph), HEADS)
         layers = sides_of(units, set(heads["layer"].tolist()))
         runs = run_layers(units, layers, torch.tensor([ids])) if layers else {}

@@ -243,22 +243,15 @@ def held_run(
         raise ValueError(f"a graph is of one prompt, got {prompt.n_rows}; make one graph for each")
     if prompt.unusable is not None:
         raise ValueError(f"this prompt cannot be run: {legible(prompt.unusable)}; give a shorter one, or one that is not empty")
-    run = frozen_run(attached, drawn, list(prompt.ids), into if across else (), into)
+    with attach(model, attached):
+        run = frozen_run(attached, drawn, list(prompt.ids), into if across else (), into)
     return prompt, run if across else run.last()
 
 
 def frozen_run(
     attached: UnitSet, drawn: Iterable[Site], ids: list[int], into_heads: Iterable[Site], into_neurons: Iterable[Site]
 ) -> FrozenRun:
-    """The run of the prompt with all factors attached, with what edges into these sites pass through."""
-    with attach(attached.host.model, attached):
-        return frozen_while_attached(attached, drawn, ids, into_heads, into_neurons)
-
-
-def frozen_while_attached(
-    attached: UnitSet, drawn: Iterable[Site], ids: list[int], into_heads: Iterable[Site], into_neurons: Iterable[Site]
-) -> FrozenRun:
-    """`frozen_run` for several prompts in turn: the caller has attached the factors."""
+    """The run of the prompt, with what edges into these sites pass through; the caller has attached all factors."""
     patterns = [site.layer for site in into_heads if site.kind == "attn_o"]
     slopes = [site.layer for site in into_neurons if site.kind == "mlp_out"]
     return freeze(attached.host, torch.tensor([ids]), units=list(drawn), patterns=patterns, slopes=slopes)

@@ -220,10 +220,16 @@ def into(layout: Layout, target: NodeGroup) -> Iterator[tuple[NodeGroup, str, Fl
 def _blocks(layout: Layout, target: NodeGroup) -> Iterator[_Block]:
     """The edges into one group."""
     site, run = target.site, layout.run
-    if target.kind == LOGIT:
-        yield from _into_answers(layout, target)
-    elif site is None or target.read is None:
+    if target.read is None:  # tokens
         return
+    if site is None:  # answers: the last position alone is unembedded
+        cotangent = layout.scaled(target.read.T)
+        for source in layout.groups:
+            if source.kind == TOKEN:
+                yield _Block(source, RESIDUAL, (run.embedded[-1] @ cotangent.T)[None])
+            elif source.write is not None and source.site is not None and source.site.kind in RESIDUAL_MATRICES:
+                written = layout.scaled(source.write) * layout.inverse_behind(source)[-1]
+                yield _Block(source, RESIDUAL, written @ cotangent.T)
     elif norm := norm_before(site.kind):
         reading = run.readings[site.layer, norm]
         cotangent = reading.inverse[:, None, None] * reading.pull(target.read.T)
@@ -232,38 +238,21 @@ def _blocks(layout: Layout, target: NodeGroup) -> Iterator[_Block]:
         for paths in head_paths(layout, site, target.read):
             yield _Block(paths.source, ATTENTION, paths.summed(run.patterns[site.layer]))
     elif site.kind == "mlp_out" and not layout.static:
-        yield from _into_neurons(layout, site, target.read)
-
-
-def _into_answers(layout: Layout, target: NodeGroup) -> Iterator[_Block]:
-    """The last position alone is unembedded."""
-    assert target.read is not None
-    cotangent = layout.scaled(target.read.T)
-    for source in layout.groups:
-        if source.kind == TOKEN:
-            yield _Block(source, RESIDUAL, (layout.run.embedded[-1] @ cotangent.T)[None])
-        elif source.write is not None and source.site is not None and source.site.kind in RESIDUAL_MATRICES:
-            written = layout.scaled(source.write) * layout.inverse_behind(source)[-1]
-            yield _Block(source, RESIDUAL, written @ cotangent.T)
-
-
-def _into_neurons(layout: Layout, site: Site, read: Float[Tensor, "d_mlp unit"]) -> Iterator[_Block]:
-    reading = layout.run.readings.get((site.layer, "mlp"))
-    through: Tensor | None = None
-    for kind in PRE_ACTIVATION:
-        slope = layout.run.slopes.get(f"blocks.{site.layer}.{kind}")
-        if slope is None:
-            continue
-        source = layout.group(site.layer, kind)
-        # (pos, unit, d_mlp): what the units of mlp_out read of the pre-activations.
-        neurons = slope[:, None, :] * read.T
-        if source is not None and source.write is not None:
-            yield _Block(source, MLP, torch.einsum("ik,pjk->ijp", source.write, neurons))
-        else:
-            pulled = neurons @ layout.matrices[f"blocks.{site.layer}.{kind}"].T
-            through = pulled if through is None else through + pulled
-    if through is not None and reading is not None:
-        yield from _at_same_position(layout, site, "mlp", reading.inverse[:, None, None] * reading.pull(through), MLP)
+        through: Tensor | None = None
+        for kind in PRE_ACTIVATION:
+            source, name = layout.group(site.layer, kind), f"blocks.{site.layer}.{kind}"
+            if name not in run.slopes:
+                continue
+            # (pos, unit, d_mlp): what the units of mlp_out read of the pre-activations.
+            neurons = run.slopes[name][:, None, :] * target.read.T
+            if source is not None and source.write is not None:
+                yield _Block(source, MLP, torch.einsum("ik,pjk->ijp", source.write, neurons))
+            else:
+                pulled = neurons @ layout.matrices[name].T
+                through = pulled if through is None else through + pulled
+        reading = run.readings.get((site.layer, "mlp"))
+        if through is not None and reading is not None:
+            yield from _at_same_position(layout, site, "mlp", reading.inverse[:, None, None] * reading.pull(through), MLP)
 
 
 class HeadPaths(NamedTuple):

@@ -35,9 +35,8 @@ from swd_lens.analysis.audit import Audit
 from swd_lens.analysis.graph.data import FORMAT, VERSION, GraphData, require_same_factors
 from swd_lens.analysis.graph.features import FeatureNumbers, feature_files, plain_name
 from swd_lens.analysis.graph.groups import groups as groups_of
-from swd_lens.analysis.graph.nodes import is_measured, placed, shown_text, viewer_graph
+from swd_lens.analysis.graph.nodes import is_measured, placed, shown_text, traced, viewer_graph
 from swd_lens.analysis.graph.pinned import pinned_nodes, positions
-from swd_lens.analysis.graph.tracing import traced
 from swd_lens.base import __version__
 from swd_lens.base.checks import one_of, require_names
 from swd_lens.base.errors import legible, quoted, warn

@@ -14,7 +14,6 @@ looked at, of all prompts one after the other).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -93,16 +92,13 @@ def read_norms(host: Host, tokens: Any = None) -> FrozenRun:
     cfg = host.model.cfg
     probe = torch.arange(min(_PROBE_TOKENS, int(cfg.n_ctx), int(cfg.d_vocab)))[None]
     rows = probe if tokens is None else as_rows(tokens, host.model)
-    runs = (
-        freeze(host, batch)
-        for batch in tqdm(rows.split(_ROWS_AT_ONCE), desc="norms", disable=len(rows) <= _ROWS_AT_ONCE, leave=False)
-    )
-    first, sums = next(runs), None
-    for run in chain((first,), runs):
-        now = [float(n.inverse.double().sum()) for n in (*run.readings.values(), *run.writings.values())]
-        sums = now if sums is None else [old + new for old, new in zip(sums, now, strict=True)]
-    assert sums is not None
-    means = iter(torch.tensor([1.0 if tokens is None else total / rows.numel()]) for total in sums)
+    first, sums = None, torch.zeros((), dtype=torch.float64)
+    for batch in tqdm(rows.split(_ROWS_AT_ONCE), desc="norms", disable=len(rows) <= _ROWS_AT_ONCE, leave=False):
+        run = freeze(host, batch)
+        first = first or run
+        sums = sums + torch.stack([n.inverse.double().sum() for n in (*run.readings.values(), *run.writings.values())])
+    assert first is not None
+    means = iter((torch.ones_like(sums) if tokens is None else sums / rows.numel()).float().split(1))
     readings = {key: replace(norm, inverse=next(means)) for key, norm in first.readings.items()}
     writings = {site: replace(norm, inverse=next(means)) for site, norm in first.writings.items()}
     return replace(first, readings=readings, writings=writings)
@@ -155,8 +151,7 @@ def freeze(
         }
     assert shown.logits is not None
     stream = _rows(embedded)
-    writings, written = _writings(host, writers, shown, behind)
-    readings, leaving = _readings(host, stream, readers, written, shown.inputs)
+    readings, writings, leaving = _norms(host, stream, readers, writers, shown, behind)
     cap = facts_of(host.model).logit_cap
     return FrozenRun(
         stream.cpu(),
@@ -225,11 +220,17 @@ def _rows(tensor: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "_row *wid
 # ---------------------------------------------------------------------------------------------- norms
 
 
-def _writings(
-    host: Host, writers: Sequence[Site], shown: Recording, behind: Mapping[str, tuple[Tensor, Tensor]]
-) -> tuple[dict[str, HeldNorm], dict[str, Float[Tensor, "row d_model"]]]:
-    """The norms behind the sites that have one, and what every site wrote to the residual stream."""
-    norms, written = {}, {}
+def _norms(
+    host: Host,
+    stream: Float[Tensor, "row d_model"],
+    readers: Mapping[tuple[int, str], Site],
+    writers: Sequence[Site],
+    shown: Recording,
+    behind: Mapping[str, tuple[Tensor, Tensor]],
+) -> tuple[dict[tuple[int, str], Reading], dict[str, HeldNorm], Float[Tensor, "row d_model"]]:
+    """How every block reads the residual stream, the norms behind the sites that have one, and what leaves the last block."""
+    writings: dict[str, HeldNorm] = {}
+    written: dict[str, Tensor] = {}  # by every site, to the residual stream
     for site in writers:
         y = written[site.name] = _rows(shown.outputs[site.name])
         norm = host.norm_behind(site)
@@ -241,31 +242,19 @@ def _writings(
                 "a unit graph needs blocks that add what they write to the residual stream; in this host a norm behind "
                 f"{site.name} takes the stream itself"
             )
-        affine = host.norm_affine(norm)
-        norms[site.name], written[site.name] = _fitted(host, site, affine, {False: y}, made), made
-    return norms, written
-
-
-def _readings(
-    host: Host,
-    stream: Float[Tensor, "row d_model"],
-    readers: Mapping[tuple[int, str], Site],
-    written: Mapping[str, Float[Tensor, "row d_model"]],
-    inputs: Mapping[str, Tensor],
-) -> tuple[dict[tuple[int, str], Reading], Float[Tensor, "row d_model"]]:
-    """How every block reads the residual stream, and what leaves the last block."""
+        writings[site.name], written[site.name] = _fitted(host, site, host.norm_affine(norm), {False: y}, made), made
     readings: dict[tuple[int, str], Reading] = {}
     x = stream
     for layer in range(max(site.layer for site in (*host.sites(), *host.alternatives())) + 1):
         middle = x + written.get(f"blocks.{layer}.attn_o", torch.zeros_like(x))
         # An MLP beside its attention (a parallel block) reads what enters the block.
-        for norm, residuals in (("attn", {False: x}), ("mlp", {True: middle, False: x})):
-            site = readers.get((layer, norm))
-            if site is not None:
-                affine = host.norm_before(site) or Affine()
-                readings[layer, norm] = _fitted(host, site, affine, residuals, _rows(inputs[site.name]))
+        for which, residuals in (("attn", {False: x}), ("mlp", {True: middle, False: x})):
+            reader = readers.get((layer, which))
+            if reader is not None:
+                affine = host.norm_before(reader) or Affine()
+                readings[layer, which] = _fitted(host, reader, affine, residuals, _rows(shown.inputs[reader.name]))
         x = middle + written.get(f"blocks.{layer}.mlp_out", torch.zeros_like(x))
-    return readings, x
+    return readings, writings, x
 
 
 def _tolerance(host: Host) -> float:
@@ -276,8 +265,15 @@ def _fitted(host: Host, site: Site, affine: Affine, inputs: Mapping[bool, Tensor
     """The norm that makes h of one of its possible inputs: streams that the block's attention has written to or not."""
     layer_norm, errors = facts_of(host.model).norm == "layer", []
     # What the host's settings say is tried first: on centred residuals both norms fit.
+    y = h if affine.shift is None else h - affine.shift.to(h.device)
     for centred in (layer_norm, not layer_norm):
-        fits = {attended: _fit(x, h, affine, centred) for attended, x in inputs.items()}
+        fits: dict[bool, tuple[Tensor, float]] = {}
+        for attended, x in inputs.items():
+            # 1 / scale of every position by least squares, and how far the formula then is from h.
+            u = x - x.mean(-1, keepdim=True) if centred else x
+            u = u if affine.scale is None else u * affine.scale.to(u.device)
+            inverse = (y * u).sum(-1) / (u * u).sum(-1).clamp(min=1e-30)
+            fits[attended] = inverse, float((y - inverse[:, None] * u).norm() / y.norm().clamp(min=1e-30))
         attended, (inverse, difference) = min(fits.items(), key=lambda fit: fit[1][1])
         if difference < _tolerance(host):
             return Reading(centred, None if affine.scale is None else affine.scale.cpu(), inverse.cpu(), attended)
@@ -286,15 +282,6 @@ def _fitted(host: Host, site: Site, affine: Affine, inputs: Mapping[bool, Tensor
         f"what {site.name} reads is no LayerNorm or RMSNorm of this host's residual stream (off by {min(errors):.1%}), so "
         "a unit graph cannot follow it; if hooks change it, remove them with model.reset_hooks()"
     )
-
-
-def _fit(x: Tensor, h: Tensor, affine: Affine, centred: bool) -> tuple[Float[Tensor, " row"], float]:
-    """1 / scale of every position by least squares, and how far the formula then is from h."""
-    u = x - x.mean(-1, keepdim=True) if centred else x
-    u = u if affine.scale is None else u * affine.scale.to(u.device)
-    y = h if affine.shift is None else h - affine.shift.to(h.device)
-    inverse = (y * u).sum(-1) / (u * u).sum(-1).clamp(min=1e-30)
-    return inverse, float((y - inverse[:, None] * u).norm() / y.norm().clamp(min=1e-30))
 
 
 def final_reading(host: Host, x: Float[Tensor, "pos d_model"]) -> HeldNorm:

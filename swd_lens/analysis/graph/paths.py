@@ -76,10 +76,18 @@ def plot_unit_paths(
         site, of_site = sites[layer], units[sites[layer]]
         if not isinstance(of_site, Factors):
             raise TypeError(f"the units of {site} are a {type(of_site).__name__}, which has no read and write edges to draw")
-        best = ranks[site].argsort()[:per_layer].tolist()
-        boxes = [
-            _unit(site, of_site, unit, int(ranks[site][unit]), scores, (labels or {}).get(f"{site}/{unit}", "")) for unit in best
-        ]
+        boxes: list[DrawnUnit] = []
+        for unit in ranks[site].argsort()[:per_layer].tolist():
+            label, score = (labels or {}).get(f"{site}/{unit}", ""), float(scores.scores[site][unit])
+            box = DrawnUnit(
+                name=f"$z_{{{unit}}}$" + (f"  {shortened(label)}" if label else ""),
+                under=f"rank {int(ranks[site][unit])} of {scores.n_units} · score {score:.3g}",
+                fill=_LABELLED if label else "white",
+                looks={"fontweight": "bold" if label else "normal"},
+                reads=f"reads {int((of_site.read[:, unit] != 0).sum())}",
+                writes=f"writes {int((of_site.write[unit] != 0).sum())} of {of_site.d_out}",
+            )
+            boxes.append(box)
         drawn[layer] = f"layer {layer}\n{of_site.d_in} inputs", boxes
     task = scores.settings.get("task")
     words = (
@@ -87,14 +95,3 @@ def plot_unit_paths(
         "Filled: units with a label."
     )
     return draw_paths(drawn, f"Highest-ranked {kind} units" + (f" of {task}" if task else ""), words)
-
-
-def _unit(site: str, factors: Factors, unit: int, rank: int, scores: UnitScores, label: str) -> DrawnUnit:
-    return DrawnUnit(
-        name=f"$z_{{{unit}}}$" + (f"  {shortened(label)}" if label else ""),
-        under=f"rank {rank} of {scores.n_units} · score {float(scores.scores[site][unit]):.3g}",
-        fill=_LABELLED if label else "white",
-        looks={"fontweight": "bold" if label else "normal"},
-        reads=f"reads {int((factors.read[:, unit] != 0).sum())}",
-        writes=f"writes {int((factors.write[unit] != 0).sum())} of {factors.d_out}",
-    )

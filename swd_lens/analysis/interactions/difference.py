@@ -48,6 +48,7 @@ class _Writes:
 
     channels: Int[Tensor, " written"]  # (written,) the channels it writes, ascending
     weights: Float[Tensor, " written"]  # (written,) what it writes there
+    places: Int[Tensor, " d_mlp"]  # (d_mlp,) where each channel stands among these; -1 where the unit does not write it
 
 
 class _Projection:
@@ -126,11 +127,10 @@ class PairSums(_Projection):
         self.pairs = torch.zeros(n, n, dtype=torch.float64)
         self.marginals = torch.zeros(n, dtype=torch.float64)
         self._writes = _writes(write.to(weight.device, dtype))
-        self._index = _positions(self._writes, write.shape[1])
         super().__init__(weight, activation, dtype, sum(len(unit.channels) for unit in self._writes))
 
     def _add_block(self, z: Tensor, pre: Tensor, up: Tensor | None, each: Callable[[], Any]) -> None:
-        def difference(i: int) -> Tensor:
+        def difference(i: int) -> Tensor:  # f(h) - f(h - c_i), on the channels that i writes
             unit = self._writes[i]
             with torch.no_grad():
                 return full[unit.channels] - self._value(_less(pre, unit, z[i]), up, unit.channels)
@@ -140,8 +140,20 @@ class PairSums(_Projection):
             with torch.no_grad():  # holds for the calling thread only; the full precision of products is everybody's
                 gram = self._gram[unit.channels][:, unit.channels]
                 marginal = self._squared(own[i], unit.channels, gram)
-                later = self._with_later(i, z, _less(pre, unit, z[i]), full[unit.channels] - own[i], up, own, gram)
-            return i, marginal, later
+                # h - c_i and f(h - c_i), on the channels that i writes.
+                less, cut = _less(pre, unit, z[i]), full[unit.channels] - own[i]
+                squares = []  # sum over the block's tokens of |q_ij|^2 for j = i + 1 ...
+                for j in range(i + 1, len(self._writes)):
+                    other = self._writes[j]
+                    in_i, in_j = _shared(unit, other)
+                    channels = other.channels.index_select(0, in_j)
+                    both = less.index_select(0, in_i)
+                    both.addr_(other.weights.index_select(0, in_j), z[j], alpha=-1)
+                    delta = self._value(both, up, channels)
+                    delta -= cut.index_select(0, in_i)
+                    delta += own[j].index_select(0, in_j)
+                    squares.append(self._squared(delta, channels, gram, in_i))
+            return i, marginal, torch.stack(squares).double().cpu() if squares else torch.zeros(0, dtype=torch.float64)
 
         units = range(len(self._writes))
         with _each_unit(pre.device) as each_unit:
@@ -152,29 +164,6 @@ class PairSums(_Projection):
                 self.pairs[i, i + 1 :] += later
                 self.pairs[i + 1 :, i] += later
                 each()
-
-    def _with_later(
-        self, i: int, z: Tensor, less: Tensor, cut: Tensor, up: Tensor | None, own: list[Tensor], gram: Tensor
-    ) -> Float[Tensor, " later"]:
-        """sum over the block's tokens of |q_ij|^2 for j = i + 1 ...
-
-        Args:
-            less, cut: (written, token) h - c_i and f(h - c_i) on the channels that i writes.
-            own: f(h) - f(h - c_j) of every unit j, on the channels that j writes.
-            gram: W W^T on the channels that i writes.
-        """
-        squares = []
-        for j in range(i + 1, len(self._writes)):
-            unit = self._writes[j]
-            in_i, in_j = _shared(self._index[i], unit)
-            channels = unit.channels.index_select(0, in_j)
-            both = less.index_select(0, in_i)
-            both.addr_(unit.weights.index_select(0, in_j), z[j], alpha=-1)
-            delta = self._value(both, up, channels)
-            delta -= cut.index_select(0, in_i)
-            delta += own[j].index_select(0, in_j)
-            squares.append(self._squared(delta, channels, gram, in_i))
-        return torch.stack(squares).double().cpu() if squares else torch.zeros(0, dtype=torch.float64)
 
     def _value(self, pre: Tensor, up: Tensor | None, channels: Any) -> Tensor:
         """f(pre), times the other branch where there is a gate; a new tensor."""
@@ -207,7 +196,6 @@ class GateUpSums(_Projection):
         self.marginals = torch.zeros(len(gate_write), dtype=torch.float64)
         self.up_marginals = torch.zeros(len(up_write), dtype=torch.float64)
         self._gate, self._up = (_writes(write.to(weight.device, dtype)) for write in (gate_write, up_write))
-        self._index = _positions(self._gate, gate_write.shape[1])
         super().__init__(weight, activation, dtype, sum(len(unit.channels) for unit in self._gate + self._up))
 
     def _add_block(self, z: Tensor, up_z: Tensor, pre: Tensor, up: Tensor, each: Callable[[], Any]) -> None:
@@ -223,7 +211,14 @@ class GateUpSums(_Projection):
                 gram = self._gram[unit.channels][:, unit.channels]
                 opened = full[unit.channels] - self._activation(_less(pre, unit, z[i]))  # f(h) - f(h - c_i)
                 marginal = self._squared(opened * up[unit.channels], unit.channels, gram)
-                return i, marginal, self._with_up_units(i, opened, up_z, gram)
+                squares = []  # sum over the block's tokens of |[f(h) - f(h - c_i)] d_j W|^2 of every up unit j
+                for other, z_j in zip(self._up, up_z, strict=True):
+                    in_i, in_j = _shared(unit, other)
+                    delta = opened.index_select(0, in_i)
+                    delta *= other.weights.index_select(0, in_j)[:, None]
+                    delta *= z_j
+                    squares.append(self._squared(delta, other.channels.index_select(0, in_j), gram, in_i))
+                return i, marginal, torch.stack(squares).double().cpu()
 
         with _each_unit(pre.device) as each_unit:
             full = self._activation(pre)
@@ -234,38 +229,22 @@ class GateUpSums(_Projection):
                 self.pairs[i] += pairs
                 each()
 
-    def _with_up_units(self, i: int, opened: Tensor, up_z: Tensor, gram: Tensor) -> Float[Tensor, " up"]:
-        """sum over the block's tokens of |[f(h) - f(h - c_i)] d_j W|^2 of every up unit j. opened: (written, token) f(h) - f(h
-        - c_i) on the channels that i writes; gram: W W^T on them."""
-        squares = []
-        for unit, z in zip(self._up, up_z, strict=True):
-            in_i, in_j = _shared(self._index[i], unit)
-            delta = opened.index_select(0, in_i)
-            delta *= unit.weights.index_select(0, in_j)[:, None]
-            delta *= z
-            squares.append(self._squared(delta, unit.channels.index_select(0, in_j), gram, in_i))
-        return torch.stack(squares).double().cpu()
-
 
 def _writes(write: Float[Tensor, "unit d_mlp"]) -> list[_Writes]:
-    channels = [row.nonzero()[:, 0] for row in write]
-    return [_Writes(written, row[written]) for written, row in zip(channels, write, strict=True)]
+    units = []
+    for row in write:
+        channels = row.nonzero()[:, 0]
+        places = torch.full((len(row),), -1, dtype=torch.int32, device=row.device)
+        places[channels] = torch.arange(len(channels), dtype=torch.int32, device=row.device)
+        units.append(_Writes(channels, row[channels], places))
+    return units
 
 
-def _positions(units: list[_Writes], d_mlp: int) -> Int[Tensor, "unit d_mlp"]:
-    """Where a channel sits in a unit's own list; -1 where the unit does not write it."""
-    device = units[0].channels.device
-    positions = torch.full((len(units), d_mlp), -1, dtype=torch.int32, device=device)
-    for row, unit in zip(positions, units, strict=True):
-        row[unit.channels] = torch.arange(len(unit.channels), dtype=torch.int32, device=device)
-    return positions
-
-
-def _shared(index: Int[Tensor, " d_mlp"], unit: _Writes) -> tuple[Int[Tensor, " both"], Int[Tensor, " both"]]:
-    """The channels that two units write, as places in the list of each; `index` is the first one's of `_positions`."""
-    places = index.index_select(0, unit.channels)
-    in_unit = (places >= 0).nonzero()[:, 0]
-    return places.index_select(0, in_unit), in_unit
+def _shared(unit: _Writes, other: _Writes) -> tuple[Int[Tensor, " both"], Int[Tensor, " both"]]:
+    """The channels that two units write, as places in the list of each."""
+    places = unit.places.index_select(0, other.channels)
+    in_other = (places >= 0).nonzero()[:, 0]
+    return places.index_select(0, in_other), in_other
 
 
 def _less(pre: Tensor, unit: _Writes, z: Tensor) -> Float[Tensor, "written token"]:

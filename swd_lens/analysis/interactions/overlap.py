@@ -14,7 +14,7 @@
    its signs: opposed reads and opposed writes correlate positively.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -124,7 +124,25 @@ class UnitOverlap(PairResult):
         overlap structure")."""
         figure, axes = new_figure(2, 2, width=4.6, height=3.9)
         top = self.top_units()
-        _draw_selection(axes[0, 0], self, top.numpy())
+        ax, variance, norm = axes[0, 0], self.variance.numpy(), self.write_norm.square().numpy()
+        shown = top.numpy()
+        others = np.setdiff1d(self.defined.nonzero()[:, 0].numpy(), shown)
+        ax.scatter(norm[others], variance[others], s=9, color="#999999", linewidths=0, label=f"other {len(others)} units")
+        ax.scatter(norm[shown], variance[shown], s=14, color=PALETTE[1], marker="D", linewidths=0, label=f"{len(top)} shown")
+        line = np.array([norm[self.defined].min(), norm[self.defined].max()])
+        least = self.energy[top].min().item()
+        ax.plot(line, least / line, color=INK, linewidth=0.8, linestyle="--", label=f"energy of number {len(top)}")
+        ax.set(xscale="log", yscale="log")
+        for axis in (ax.xaxis, ax.yaxis):
+            # Often less than a decade: matplotlib's own minor labels run into each other.
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
+        low, high = variance[self.defined].min(), variance[self.defined].max()
+        ax.set_ylim(low / 1.5, high * 1.5)
+        ax.set(xlabel="squared write norm |B|²", ylabel="read variance Var(z)")
+        ax.set_title("Selection by energy Var(z) |B|²", fontsize=10, color=INK)
+        ax.legend(fontsize=7, frameon=False, loc="best")
         matrices = {name: matrix[top][:, top].clone().fill_diagonal_(torch.nan) for name, matrix in self.measures().items()}
         # One scale for the three, so that they can be compared; the few entries above it are drawn in its full colour.
         largest = np.nanpercentile(np.abs(np.stack([m.numpy() for m in matrices.values()])[:2]), 99)
@@ -197,11 +215,9 @@ def unit_overlap(
     bounded("shown", shown, 2)  # a matrix of pairs
     stream = text_of(model, tokens, batch_size, 2, "a correlation needs")
     with attached(host, factors, named, stream, batch_size) as run:
-        units, sums = run.units, _Sums(run.units.n_units)
-        for seen in run.batches(label="overlap" if progress else None):
-            sums.add(seen.units[named.name])
+        units, batches = run.units, run.batches(label="overlap" if progress else None)
+        covariance, constant = _covariance((seen.units[named.name] for seen in batches), units.n_units)
         settings = run.provenance(shown=shown, batch_size=batch_size)
-    covariance, constant = sums.covariance()
     valid = units.valid_units.cpu()
     defined = valid & ~constant
     if int(defined.sum()) < 2:
@@ -227,56 +243,26 @@ def unit_overlap(
     )
 
 
-class _Sums:
-    """Running sums of z - z_first and its products."""
-
-    def __init__(self, n_units: int):
-        self.n = 0
-        self.first: Tensor | None = None
-        self.sum = torch.zeros(n_units, dtype=torch.float64)
-        self.products = torch.zeros(n_units, n_units, dtype=torch.float64)
-
-    def add(self, z: Float[Tensor, "token unit"]) -> None:
-        z = z.double().cpu()
-        if self.first is None:
-            self.first = z[0].clone()
-        z = z - self.first
-        self.n += len(z)
-        self.sum += z.sum(0)
-        self.products.addmm_(z.T, z)
-
-    def covariance(self) -> tuple[Float[Tensor, "unit unit"], Bool[Tensor, " unit"]]:
-        """Mean over tokens of (z_i - mean)(z_j - mean), and which units are constant."""
-        assert self.first is not None
-        mean = self.sum / self.n
-        covariance = (self.products / self.n).addr_(mean, mean, alpha=-1)
-        covariance = (covariance + covariance.T) / 2
-        variance = covariance.diagonal()
-        square = variance + (mean + self.first).square()  # E[z^2]
-        return covariance, variance <= _CONSTANT**2 * square
+def _covariance(
+    batches: Iterable[Float[Tensor, "_token unit"]], n_units: int
+) -> tuple[Float[Tensor, "unit unit"], Bool[Tensor, " unit"]]:
+    """Mean over tokens of (z_i - mean)(z_j - mean), and which units are constant; from sums of z - z_first and its products."""
+    n, first, total = 0, torch.zeros(()), torch.zeros(n_units, dtype=torch.float64)
+    products = torch.zeros(n_units, n_units, dtype=torch.float64)
+    for z in (z.double().cpu() for z in batches):
+        first = first if n else z[0].clone()
+        z = z - first
+        n += len(z)
+        total += z.sum(0)
+        products.addmm_(z.T, z)
+    mean = total / n
+    covariance = (products / n).addr_(mean, mean, alpha=-1)
+    covariance = (covariance + covariance.T) / 2
+    variance = covariance.diagonal()
+    square = variance + (mean + first).square()  # E[z^2]
+    return covariance, variance <= _CONSTANT**2 * square
 
 
 def _cosines(products: Float[Tensor, "unit unit"], length: Float[Tensor, " unit"]) -> Float[Tensor, "unit unit"]:
     """products / (length_i length_j), in [-1, 1]; NaN where a length is NaN."""
     return (products / length[:, None] / length).clamp(-1, 1)
-
-
-def _draw_selection(ax: Any, overlap: UnitOverlap, top: np.ndarray) -> None:
-    variance, norm = overlap.variance.numpy(), overlap.write_norm.square().numpy()
-    others = np.setdiff1d(overlap.defined.nonzero()[:, 0].numpy(), top)
-    ax.scatter(norm[others], variance[others], s=9, color="#999999", linewidths=0, label=f"other {len(others)} units")
-    ax.scatter(norm[top], variance[top], s=14, color=PALETTE[1], marker="D", linewidths=0, label=f"{len(top)} shown")
-    least = overlap.energy[torch.as_tensor(top)].min().item()
-    line = np.array([norm[overlap.defined].min(), norm[overlap.defined].max()])
-    ax.plot(line, least / line, color=INK, linewidth=0.8, linestyle="--", label=f"energy of number {len(top)}")
-    ax.set(xscale="log", yscale="log")
-    for axis in (ax.xaxis, ax.yaxis):
-        # Often less than a decade: matplotlib's own minor labels run into each other.
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter(NullFormatter())
-    low, high = variance[overlap.defined].min(), variance[overlap.defined].max()
-    ax.set_ylim(low / 1.5, high * 1.5)
-    ax.set(xlabel="squared write norm |B|²", ylabel="read variance Var(z)")
-    ax.set_title("Selection by energy Var(z) |B|²", fontsize=10, color=INK)
-    ax.legend(fontsize=7, frameon=False, loc="best")

@@ -31,7 +31,7 @@ from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from swd_lens.analysis.qk.scores import LayerUnits, Side, layer_units, provenance, z_rms
+from swd_lens.analysis.qk.scores import Side, layer_units, provenance, z_rms
 from swd_lens.base.checks import bounded
 from swd_lens.base.display import card
 from swd_lens.base.errors import QKError
@@ -39,7 +39,7 @@ from swd_lens.base.figures import heatmap, new_figure, style
 from swd_lens.base.record import Record, column
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.fidelity import Fidelity
-from swd_lens.hosts.attention import Rotation, rotations
+from swd_lens.hosts.attention import rotations
 from swd_lens.hosts.sites import split_name
 from swd_lens.tasks.streams import as_stream
 from swd_lens.units import UnitSet
@@ -196,17 +196,22 @@ def qk_screen(
     with torch.no_grad():
         layers = layer_units(units)
         rms = None if tokens is None else z_rms(units, layers, as_stream(tokens, model), batch_size)
-        heads = [of_layer.heads for of_layer in layers.values()]
-        angles = rotations(units.host, heads, distance + 1)
+        angles = rotations(units.host, [of_layer.heads for of_layer in layers.values()], distance + 1)
         width = min(top, max(side.n_units for of_layer in layers.values() for side in (of_layer.q, of_layer.k)))
-        n_heads = max(of_layer.n_heads for of_layer in heads)
+        n_heads = max(of_layer.heads.n_heads for of_layer in layers.values())
         shape = (len(model.blocks), n_heads, width)
         gamma = torch.full((*shape, width), torch.nan, dtype=torch.float32)
         q_units, k_units = torch.full(shape, -1), torch.full(shape, -1)
         q_rms, k_rms = (None if rms is None else torch.full(shape, torch.nan) for _ in range(2))
         for layer, of_layer in layers.items():
-            coefficients, q, k = _coefficients(of_layer, angles[layer], width, distance, rms or {})
-            gamma[layer, : len(q), : q.shape[1], : k.shape[1]] = coefficients.cpu()
+            # gamma among the top units of each head.
+            heads, head = of_layer.heads, torch.arange(of_layer.heads.n_heads, device=of_layer.q.write.device)
+            key_head = head // heads.group
+            q, k = _top_units(of_layer.q, width, rms or {}), _top_units(of_layer.k, width, rms or {})[key_head]
+            queries, keys = of_layer.q.folded[q, head[:, None]], of_layer.k.folded[k, key_head[:, None]]
+            if (rotation := angles[layer]) is not None:
+                queries, keys = rotation.at(distance, queries), rotation.at(0, keys)
+            gamma[layer, : len(q), : q.shape[1], : k.shape[1]] = (queries @ keys.mT * heads.scale).cpu()
             q_units[layer, : len(q), : q.shape[1]] = q.cpu()
             k_units[layer, : len(k), : k.shape[1]] = k.cpu()
             if rms is not None and q_rms is not None and k_rms is not None:
@@ -216,21 +221,6 @@ def qk_screen(
     if tokens is not None:
         settings["tokens_sha256"] = as_stream(tokens, model).fingerprint()
     return QKScreen(gamma, q_units, k_units, settings, q_rms, k_rms)
-
-
-def _coefficients(
-    units: LayerUnits, rotation: Rotation | None, top: int, distance: int, rms: Mapping[str, Float[Tensor, " _unit"]]
-) -> tuple[Float[Tensor, "head _q _k"], Int[Tensor, "head _q"], Int[Tensor, "head _k"]]:
-    """gamma among the top units of each head, and which units they are. rms: of z, by site; empty: units are ranked by their
-    write norm alone."""
-    heads, device = units.heads, units.q.write.device
-    head = torch.arange(heads.n_heads, device=device)
-    key_head = head // heads.group
-    q, k = _top_units(units.q, top, rms), _top_units(units.k, top, rms)[key_head]
-    queries, keys = units.q.folded[q, head[:, None]], units.k.folded[k, key_head[:, None]]
-    if rotation is not None:
-        queries, keys = rotation.at(distance, queries), rotation.at(0, keys)
-    return queries @ keys.mT * heads.scale, q, k
 
 
 def _top_units(side: Side, top: int, rms: Mapping[str, Tensor]) -> Int[Tensor, "head _top"]:

@@ -1,6 +1,7 @@
 """contents: what the viewer shows of one or two graphs, as plain values for its scripts.
 
-1. Every graph brings its nodes and edges column by column, and what was given for it: replays, attention paths.
+1. Every graph brings its nodes and edges column by column (`graph_values`; drawing.py makes a picture of the same), and what was
+   given for it: replays, attention paths.
 2. Units are described once, whatever graph they stand in: label, and from the audit contexts, histogram and promoted tokens.
 3. Numbers keep nine digits, so that edges and rest add up in the page as they do here; tables of effects go as float32 in
    base64. Text is made visible here; the page puts it in as text and never as HTML.
@@ -49,7 +50,7 @@ def contents(
         nodes = each.nodes[each.nodes["kind"] == "unit"]
         of_graph = zip(nodes["site"], nodes["unit"], nodes["label"], strict=True)
         units |= {f"{site}/{unit}": text for site, unit, text in of_graph}
-    values = [_graph(each) for each in graphs]
+    values = [graph_values(each) for each in graphs]
     if replays is not None:
         number = _numbers(graph, [*replays.nodes, *replays.targets], "these replays")
         values[0]["replays"] = {
@@ -60,7 +61,17 @@ def contents(
             "changes": _packed(replays.changes),
         }
     if attention is not None:
-        values[0]["attention"] = _attention(graph, attention)
+        heads, scores = attention.heads, attention.scores
+        number = _numbers(graph, {*heads["source"], *heads["target"]}, "these attention paths")
+        values[0]["attention"] = {
+            "heads": {
+                "source": [number[name] for name in heads["source"]],
+                "target": [number[name] for name in heads["target"]],
+                **{name: _plain(heads[name]) for name in ("layer", "head", "dest", "src")},
+                **{name: _plain(heads[name], _DIGITS) for name in ("pattern", "contribution")},
+            },
+            "scores": {name: _plain(scores[name], 5) for name in _SCORES},
+        }
     number = _numbers(graph, [name for members in groups.values() for name in members], "these groups")
     # Unit -> what is known of it; the labels given here win over the audit's, and these over the graph's.
     cards = _cards(audit, units)
@@ -68,8 +79,10 @@ def contents(
     given = {"{}/{}".format(*read_unit(unit, sites)): label for unit, label in labels.items()}
     described: dict[str, Any] = {}
     for unit, text in units.items():
-        card = cards.get(unit)
-        label = _label(unit, given.get(unit)) or getattr(card, "label", None) or UnitLabel(text or "")
+        card, label = cards.get(unit), given.get(unit)
+        if not isinstance(label, UnitLabel | str | None):
+            raise TypeError(f"the label of {legible(unit)} is a {type(label).__name__}; give text, or UnitLabels")
+        label = UnitLabel(label) if isinstance(label, str) else label or getattr(card, "label", None) or UnitLabel(text or "")
         about = {name: getattr(label, name) for name in ("label", "note", "author") if getattr(label, name)}
         described[unit] = {**about, **({} if card is None else _card(card))}
     return {
@@ -83,7 +96,9 @@ def contents(
     }
 
 
-def _graph(graph: GraphData) -> dict[str, Any]:
+def graph_values(graph: GraphData) -> dict[str, Any]:
+    """One graph: nodes and edges column by column, an edge's ends as numbers of nodes. `row` of a unit counts its site among
+    `rows`, the `execution_key` of each."""
     nodes, edges = graph.nodes, graph.edges
     number = {name: i for i, name in enumerate(nodes["node"])}
     settings = graph.settings
@@ -113,20 +128,6 @@ def _graph(graph: GraphData) -> dict[str, Any]:
     }
 
 
-def _attention(graph: GraphData, attention: Any) -> dict[str, Any]:
-    heads, scores = attention.heads, attention.scores
-    number = _numbers(graph, {*heads["source"], *heads["target"]}, "these attention paths")
-    return {
-        "heads": {
-            "source": [number[name] for name in heads["source"]],
-            "target": [number[name] for name in heads["target"]],
-            **{name: _plain(heads[name]) for name in ("layer", "head", "dest", "src")},
-            **{name: _plain(heads[name], _DIGITS) for name in ("pattern", "contribution")},
-        },
-        "scores": {name: _plain(scores[name], 5) for name in _SCORES},
-    }
-
-
 def _numbers(graph: GraphData, names: Iterable[str], what: str) -> dict[str, int]:
     """Node -> its row. Raises ValueError where the graph does not have one of these."""
     number = {name: i for i, name in enumerate(graph.nodes["node"])}
@@ -149,14 +150,6 @@ def _cards(audit: Any, units: Iterable[str]) -> dict[str, UnitCard]:
                 f"audit must be an Audit, or cards of units (a study's, or Audit.profiles), got a {type(card).__name__}"
             )
     return {card.unit: card for card in cards}
-
-
-def _label(unit: str, label: Any) -> UnitLabel | None:
-    if label is None or isinstance(label, UnitLabel):
-        return label
-    if not isinstance(label, str):
-        raise TypeError(f"the label of {legible(unit)} is a {type(label).__name__}; give text, or UnitLabels")
-    return UnitLabel(label)
 
 
 def _card(card: UnitCard) -> dict[str, Any]:
@@ -190,7 +183,7 @@ def _plain(column: pd.Series, digits: int | None = None) -> list[Any]:
 
 
 def _value(value: Any, digits: int | None) -> Any:
-    if value is None or value is pd.NA or (isinstance(value, float) and not math.isfinite(value)):
+    if value is None or value is pd.NA:
         return None
     if isinstance(value, str):
         return visible(value)
