@@ -23,8 +23,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from swd_lens.base.errors import warn
-from swd_lens.base.interrupts import joint
-from swd_lens.base.undo import Undo
+from swd_lens.base.interrupts import Undo, joint
 from swd_lens.factorization.calibration_text import CalibrationText, KnownGrams
 from swd_lens.factorization.gradients import collect_output_grams
 from swd_lens.factorization.grams import Grams, collect_grams, collect_pairs, corrected
