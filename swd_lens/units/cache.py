@@ -7,7 +7,8 @@
 3. `accumulated_bias` gets the constants of transported factors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 from jaxtyping import Float
@@ -43,29 +44,24 @@ class UnitCache(ActivationCache):
     def apply_slice_to_batch_dim(self, batch_slice: Any) -> "UnitCache":
         return UnitCache.of(super().apply_slice_to_batch_dim(batch_slice), self.stood)
 
-    def compute_head_results(self) -> None:
-        self._of_what_ran("compute_head_results").compute_head_results()
 
-    def stack_head_results(self, *args: Any, **kwargs: Any) -> Any:
-        return self._of_what_ran("stack_head_results").stack_head_results(*args, **kwargs)
+def _of_what_ran(helper: str) -> Callable[..., Any]:
+    """This helper of an ActivationCache, on the same activations, with a model that shows the W_O and W_out that ran."""
 
-    def get_neuron_results(self, *args: Any, **kwargs: Any) -> Any:
-        return self._of_what_ran("get_neuron_results").get_neuron_results(*args, **kwargs)
-
-    def stack_neuron_results(self, *args: Any, **kwargs: Any) -> Any:
-        return self._of_what_ran("stack_neuron_results").stack_neuron_results(*args, **kwargs)
-
-    def get_full_resid_decomposition(self, *args: Any, **kwargs: Any) -> Any:
-        return self._of_what_ran("get_full_resid_decomposition").get_full_resid_decomposition(*args, **kwargs)
-
-    def _of_what_ran(self, helper: str) -> ActivationCache:
-        """A cache of the same activations, whose model shows the W_O and W_out that ran."""
+    def call(cache: UnitCache, *args: Any, **kwargs: Any) -> Any:
         if helper in _BY_HEADS:
             # Upstream computes the heads of all layers at once: refused as a whole, so that none is kept without the others.
-            for site, projection in self.stood.items():
+            for site, projection in cache.stood.items():
                 if split_name(site)[1] == "attn_o":
                     _require_matrix(site, projection, f"cache.{helper}")
-        return ActivationCache(self.cache_dict, _HostAsRun(self.model, self.stood, helper), self.has_batch_dim)
+        plain = ActivationCache(cache.cache_dict, _HostAsRun(cache.model, cache.stood, helper), cache.has_batch_dim)
+        return getattr(plain, helper)(*args, **kwargs)
+
+    return wraps(getattr(ActivationCache, helper))(call)
+
+
+for _helper in (*_BY_HEADS, "get_neuron_results", "stack_neuron_results"):
+    setattr(UnitCache, _helper, _of_what_ran(_helper))
 
 
 class _HostAsRun:
@@ -101,14 +97,13 @@ class _Showing:
         shown = self._shown.get(name)
         if isinstance(shown, Mapping):
             return _Showing(getattr(self._module, name), shown)
-        return getattr(self._module, name) if shown is None else _matrix(*shown)
-
-
-def _matrix(site: str, projection: Projection, helper: str, cfg: Any) -> Float[Tensor, "*head d_in d_out"]:
-    """read @ write as TransformerLens keeps W_O (head, d_head, d_model) or W_out (d_mlp, d_model)."""
-    projection = _require_matrix(site, projection, f"cache.{helper}")
-    product = projection.read.factor @ projection.write.factor
-    return product.view(cfg.n_heads, -1, product.shape[1]) if split_name(site)[1] == "attn_o" else product
+        if shown is None:
+            return getattr(self._module, name)
+        # read @ write as TransformerLens keeps W_O (head, d_head, d_model) or W_out (d_mlp, d_model).
+        site, projection, helper, cfg = shown
+        projection = _require_matrix(site, projection, f"cache.{helper}")
+        product = projection.read.factor @ projection.write.factor
+        return product.view(cfg.n_heads, -1, product.shape[1]) if split_name(site)[1] == "attn_o" else product
 
 
 def _require_matrix(site: str, projection: Projection, helper: str) -> UnitProjection:
