@@ -89,7 +89,7 @@ class Host(Protocol):
 
     def stores_transposed(self, site: Site) -> bool:
         """Whether the matrix of an mlp_out or attn_o site is kept as (d_out, d_in)."""
-        ...
+        return False
 
     def affine(self, site: Site) -> Affine | None:
         """Scale and shift in the site's input that weight processing can fold away; None where it has none to fold."""
