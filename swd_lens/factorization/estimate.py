@@ -162,7 +162,7 @@ class Estimate(Record):
             memory = max(row.held_bytes + row.peak_bytes for row in rows)
             kind = f"blocks.*.{_kind(row.site)}" if _kind(row.site) else "this shape"
             label = row.site if len(rows) == 1 else f"{len(rows)} x {kind}"
-            lines.append((label, *sizes, _flops(solver), _flops(calibration), _bytes(memory)))
+            lines.append((label, *sizes, _scaled(solver, "FLOP"), _scaled(calibration, "FLOP"), _bytes(memory)))
         return lines
 
     def _totals(self) -> list[str]:
@@ -170,9 +170,9 @@ class Estimate(Record):
         memory = f"memory: {_bytes(self.peak_bytes)} at the worst moment, {available} available"
         if not self.fits:
             memory += " - does not fit"
-        work = f"time: {_flops(self.flops)}"
+        work = f"time: {_scaled(self.flops, 'FLOP')}"
         if self.seconds is not None and self.flops_per_second is not None:
-            work += f", about {_seconds(self.seconds)} at the measured {_flops(self.flops_per_second)} per second"
+            work += f", about {_seconds(self.seconds)} at the measured {_scaled(self.flops_per_second, 'FLOP')} per second"
         lines = [memory, work]
         if self.disk_bytes:
             lines.insert(1, f"disk: {_bytes(self.disk_bytes)} in the temporary folder (what enters a block, kept)")
@@ -440,10 +440,6 @@ def _matrices(n: int) -> str:
 
 def _bytes(n: int | None) -> str:
     return f"{n or 0:,} B" if (n or 0) < 1000 else _scaled(float(n or 0), "B")
-
-
-def _flops(n: float) -> str:
-    return _scaled(n, "FLOP")
 
 
 def _scaled(n: float, unit: str) -> str:
