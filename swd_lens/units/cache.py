@@ -83,8 +83,7 @@ class _HostAsRun:
 
     def accumulated_bias(self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True) -> Tensor:
         """(d_model,) what blocks before `layer` add whatever the tokens."""
-        upstream = type(self._model).accumulated_bias
-        return _with_offsets(self._model, self._stood, upstream, layer, mlp_input, include_mlp_biases)
+        return _with_offsets(self._model, self._stood, layer, mlp_input, include_mlp_biases)
 
 
 class _Showing:
@@ -121,8 +120,7 @@ class _RunWithCache(Shadow):
     """run_with_cache, whose cache knows what is attached."""
 
     def __init__(self, model: Any):
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.attached: list[Mapping[str, Projection]] = []
 
     def stood(self) -> dict[str, Projection]:
@@ -131,25 +129,22 @@ class _RunWithCache(Shadow):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stood = self.stood()
-        output, cache = type(self.model).run_with_cache(self.model, *args, **kwargs)
+        output, cache = type(self.owner).run_with_cache(self.owner, *args, **kwargs)
         return output, UnitCache.of(cache, stood) if stood and isinstance(cache, ActivationCache) else cache
 
 
 class _AccumulatedBias(Shadow):
-    def __init__(self, model: Any):
-        super().__init__()
-        self.model = model
+    """accumulated_bias, with the constants of what is attached."""
 
     def __call__(self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True) -> Tensor:
-        stood = own_method(self.model, "run_with_cache").stood()
-        upstream = type(self.model).accumulated_bias
-        return _with_offsets(self.model, stood, upstream, layer, mlp_input, include_mlp_biases)
+        stood = own_method(self.owner, "run_with_cache").stood()
+        return _with_offsets(self.owner, stood, layer, mlp_input, include_mlp_biases)
 
 
 def _with_offsets(
-    model: Any, stood: Mapping[str, Projection], upstream: Any, layer: int, mlp_input: bool, include_mlp_biases: bool
+    model: Any, stood: Mapping[str, Projection], layer: int, mlp_input: bool, include_mlp_biases: bool
 ) -> Float[Tensor, " d_model"]:
-    bias = upstream(model, layer, mlp_input, include_mlp_biases)
+    bias = type(model).accumulated_bias(model, layer, mlp_input, include_mlp_biases)
     for site, projection in stood.items():
         at, kind = split_name(site)
         asked = at < layer or (at == layer and mlp_input and kind == "attn_o")
@@ -173,6 +168,5 @@ def cover_helpers(model: Any, projections: Mapping[str, Projection], register: R
             shadow.attached = [other for other in shadow.attached if other is not projections]
 
     register(undo)
-    shadows = {"run_with_cache": lambda: _RunWithCache(model), "accumulated_bias": lambda: _AccumulatedBias(model)}
-    shadow_methods(model, shadows, register)
+    shadow_methods(model, {"run_with_cache": _RunWithCache, "accumulated_bias": _AccumulatedBias}, register)
     own_method(model, "run_with_cache").attached.append(projections)

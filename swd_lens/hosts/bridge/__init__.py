@@ -122,9 +122,8 @@ class BridgeHost(BridgeRuns, BridgeNorms):
 
     def guard(self, reason: str, register: Register) -> None:
         # model.W_Q, ..., model.W_out and all that is made of them go through one method, in both versions.
-        stacks = {"_stack_block_params": lambda: _StackedWeights(self.model), "get_params": _Parameters}
-        sent = {"__reduce_ex__": lambda: OnlyCopied(self.model)}
-        shadow_methods(self.model, refusals(_REWRITES_WEIGHTS, reason) | stacks | sent, register)
+        own = {"_stack_block_params": _StackedWeights, "get_params": _Parameters, "__reduce_ex__": OnlyCopied}
+        shadow_methods(self.model, refusals(_REWRITES_WEIGHTS, reason) | own, register)
 
     # ------------------------------------------------------------------ reading
 
@@ -241,21 +240,17 @@ class BridgeHost(BridgeRuns, BridgeNorms):
 class _StackedWeights(Shadow):
     """Stand in for `_stack_block_params`: refuse where a matrix is attached, whose layer upstream would leave out."""
 
-    def __init__(self, model: Any):
-        super().__init__()
-        self.model = model
-
     def __call__(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         component, _, parameter = attr_path.partition(".")
         kind = f"{component}_{parameter.removeprefix('W_').lower()}"
-        for block in self.model.blocks:
+        for block in self.owner.blocks:
             leaf = leaves_of_block(block)[0].get(kind) if parameter.startswith("W_") else None
             if leaf is not None and mounted_site(leaf) is not None:
                 raise RuntimeError(
                     f"model.{legible(parameter)} was read while {mounted_site(leaf)} is attached: its dense weight is not "
                     "in use. Detach first, or read the factors: factors[site].read @ factors[site].write"
                 )
-        return type(self.model)._stack_block_params(self.model, attr_path, *args, **kwargs)
+        return type(self.owner)._stack_block_params(self.owner, attr_path, *args, **kwargs)
 
 
 class _Parameters(Shadow):
@@ -272,13 +267,9 @@ class _Parameters(Shadow):
 class OnlyCopied(Shadow):
     """`__reduce_ex__` of a bridge that can be copied and not pickled."""
 
-    def __init__(self, model: Any):
-        super().__init__()
-        self.model = model
-
     def __call__(self, protocol: Any) -> tuple[Any, ...]:
-        _, _, *state = object.__reduce_ex__(self.model, 4)
-        return _empty, (type(self.model), _Ticket()), *state
+        _, _, *state = object.__reduce_ex__(self.owner, 4)
+        return _empty, (type(self.owner), _Ticket()), *state
 
 
 class _Ticket:

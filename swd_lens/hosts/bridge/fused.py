@@ -52,8 +52,8 @@ class _Fused(Shadow):
 
     method: str
 
-    def __init__(self, attn: Any, masks: Masks):
-        super().__init__()
+    def __init__(self, masks: Masks, attn: Any):
+        super().__init__(attn)
         self.attn, self.masks = attn, masks
 
     def plainly(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,4 +136,4 @@ def can_fuse(attn: Any) -> bool:
 def cover(attn: Any, masks: Masks, register: Callable[[Any], object]) -> None:
     """Have the component compute its attention fused until the undo."""
     kind = _FUSED[type(attn)]
-    shadow_methods(attn, {kind.method: partial(kind, attn, masks)}, register)
+    shadow_methods(attn, {kind.method: partial(kind, masks)}, register)
