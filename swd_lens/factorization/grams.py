@@ -30,13 +30,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import Start, require_no_dropout
 from swd_lens.hosts.fused import fused_attention
+from swd_lens.hosts.recording import require_one_per_token
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.streams import as_stream
 
@@ -216,10 +216,7 @@ class _Sums:
         n_rows, n_positions = self.shape
         if len(flat) != n_rows * n_positions:
             if self.counted is not None:
-                raise UnsupportedHostError(
-                    f"{site.name} read {len(flat)} vectors on {n_rows * n_positions} tokens; swd_lens needs one per token "
-                    "(a layer that runs several times, or on some tokens only, has no single Gram)"
-                )
+                require_one_per_token([site], {site.name: len(flat)}, n_rows * n_positions)
             return flat, flat[:0]
         at_first = flat.view(n_rows, n_positions, -1)[:, 0]
         if self.counted is None:

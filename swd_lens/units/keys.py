@@ -17,6 +17,7 @@ from swd_lens.base.errors import UnknownSiteError, legible, quoted
 from swd_lens.hosts.sites import KINDS, Site, is_site_name, matches, parse_unit, select_sites, split_name
 
 _LISTED = 4  # names in a message
+_A_UNIT = 'a unit is "blocks.8.mlp_out/205", ("blocks.8.mlp_out", 205), or a row of a table with a column "unit"'
 _HOOK = re.compile(r"^(?:blocks\.(\d+)\.)?hook_(\w+)_unit$|^(\w+)_unit$")
 
 
@@ -97,10 +98,7 @@ def read_unit(given: Any, sites: Collection[str] = ()) -> tuple[str, int]:
             )
         return next(iter(sites)), int(given)
     if not isinstance(given, str):
-        raise ValueError(
-            f'{quoted(given)} is no unit; a unit is "blocks.8.mlp_out/205", ("blocks.8.mlp_out", 205), or a row of a '
-            'table with a column "unit"'
-        )
+        raise ValueError(f"{quoted(given)} is no unit; {_A_UNIT}")
     name, slash, index = given.rpartition("/")
     if slash and index.isdecimal() and (site := _known_site(name, sites)) is not None:
         return site, int(index)
@@ -121,10 +119,7 @@ def single_units(given: Any) -> list[Any]:
         return [given]
     given = getattr(given, "units", given)
     if not isinstance(given, Iterable):
-        raise ValueError(
-            f'{quoted(given)} is no unit; a unit is "blocks.8.mlp_out/205", ("blocks.8.mlp_out", 205), or a row of a '
-            'table with a column "unit"'
-        )
+        raise ValueError(f"{quoted(given)} is no unit; {_A_UNIT}")
     return list(given)
 
 
