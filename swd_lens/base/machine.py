@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ import torch
 from swd_lens.base.surroundings import with_torch_defaults
 
 _MEASURE_SECONDS = 0.05
+_STATUS = "/proc/self/status"
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES, _MAPPED_BYTES = 2**30, 2**28
@@ -40,12 +42,12 @@ def available_bytes(device: torch.device) -> int | None:
 
 def held_bytes() -> int | None:
     """Memory that this process has now; None where the system does not say."""
-    return _status_bytes("VmRSS")
+    return _stated_bytes(_STATUS, "VmRSS")
 
 
 def peak_bytes() -> int | None:
     """The most memory that this process has had at a time; None where the system does not say."""
-    if (peak := _status_bytes("VmHWM")) is not None:
+    if (peak := _stated_bytes(_STATUS, "VmHWM")) is not None:
         return peak
     try:
         import resource
@@ -85,28 +87,22 @@ def peak_gpu_bytes() -> int:
     return sum(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
 
 
-def _status_bytes(name: str) -> int | None:
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
+def _stated_bytes(path: str, name: str) -> int | None:
+    """A number of a file of Linux's, "MemAvailable:  16318480 kB"."""
+    with suppress(OSError, ValueError):
+        for line in Path(path).read_text().splitlines():
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
     return None
 
 
 def _system_bytes() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, AttributeError):
-        pass
-    try:  # macOS says only how much there is at all
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, AttributeError):
-        return None
+    if (free := _stated_bytes("/proc/meminfo", "MemAvailable")) is not None:
+        return free
+    for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):  # macOS says only how much there is at all
+        with suppress(OSError, ValueError, AttributeError):
+            return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    return None
 
 
 def _container_bytes(group: Path = Path("/sys/fs/cgroup")) -> int | None:

@@ -101,21 +101,16 @@ class Panel:
     html: str
 
     def _repr_html_(self) -> str:
-        cell = _cell()
+        # The front end's name for the cell that is run; None outside a notebook, and where cells share no page.
+        cell, shell = None, ipython()
+        if "google.colab" not in sys.modules and hasattr(shell, "get_parent"):
+            cell = (shell.get_parent() or {}).get("metadata", {}).get("cellId")
         if cell is not None and not _CARRIERS:
             _CARRIERS.append(cell)
         return (library() if cell is None or cell in _CARRIERS else "") + self.html
 
 
 _CARRIERS: list[str] = []  # the cell of this process's notebook that brought the script along
-
-
-def _cell() -> str | None:
-    """The front end's name for the cell that is run; None outside a notebook, and where cells share no page."""
-    shell = ipython()
-    if "google.colab" in sys.modules or not hasattr(shell, "get_parent"):
-        return None
-    return (shell.get_parent() or {}).get("metadata", {}).get("cellId")
 
 
 @cache

@@ -49,11 +49,6 @@ def altered(path: object, what: str) -> str:
     return f"{legible(path)}: not what was written there as {what} (its hash is another). {_RESTORE}"
 
 
-def missing(path: object, what: str) -> str:
-    """The message of a file that a finished folder names and does not hold."""
-    return f"{legible(path)} is missing; {what} named it when it was finished. {_RESTORE}"
-
-
 def unseal(values: Any, path: str | Path, what: str, raised_as: type[Exception] = ValueError) -> dict[str, Any]:
     """Check the hash of the values and take it off; a missing hash is warned of.
 
@@ -133,7 +128,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with atomic(path) as temporary:
         save_file(on_cpu, str(temporary), {**metadata, SEAL: _MARK + tensor_digest(on_cpu, metadata)})
-        _order_metadata(temporary)
+        # Sort what safetensors writes in an order that it draws anew each time.
+        with open(temporary, "r+b") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+            header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+            text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+            if len(text) <= length:
+                file.seek(8)
+                file.write(text.ljust(length))
 
 
 def open_tensors(path: Path, what: str, raised_as: type[Exception] = ValueError) -> Any:
@@ -200,18 +203,6 @@ def tensor_digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | N
     return digest.hexdigest()
 
 
-def _order_metadata(path: Path) -> None:
-    """Sort what safetensors writes in an order that it draws anew each time."""
-    with open(path, "r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(text) <= length:
-            file.seek(8)
-            file.write(text.ljust(length))
-
-
 def hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Relative name -> SHA-256 of each file; of a folder among the names, of every file in it."""
     hashes: dict[str, str] = {}
@@ -232,6 +223,6 @@ def require_hashes(folder: Path, hashes: Mapping[str, str], what: str, raised_as
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise raised_as(damaged(folder, what, f"it names a file outside of the folder, {name}"))
         if not path.is_file():
-            raise raised_as(missing(path, what))
+            raise raised_as(f"{legible(path)} is missing; {what} named it when it was finished. {_RESTORE}")
         if sha256(path) != expected:
             raise raised_as(altered(path, what))

@@ -11,7 +11,7 @@
    the caller's code runs, and so do forwards of a host with units: there the caller's settings hold.
 4. A host belongs to one thread at a time (holding.py): `claim` takes it for the marked call that runs.
 5. While the outermost marked call of the main thread runs, Ctrl-C does not part what it changes from the steps that give it
-   back (interrupts.py, undo.py).
+   back (interrupts.py).
 """
 
 import functools
@@ -27,8 +27,7 @@ import torch
 from swd_lens.base import interrupts
 from swd_lens.base.arguments import check_arguments
 from swd_lens.base.holding import take
-from swd_lens.base.interrupts import Push, hold_back_interrupts, unparted
-from swd_lens.base.undo import Undo
+from swd_lens.base.interrupts import Push, Undo, hold_back_interrupts, unparted
 
 Marked = TypeVar("Marked")
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from swd_lens.base.undo import Undo
+from swd_lens.base.interrupts import Undo
 from swd_lens.circuits.ablation import replaced
 from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.hosts import Host, Start

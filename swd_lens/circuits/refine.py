@@ -31,6 +31,7 @@ from torch import Tensor
 
 from swd_lens.base.checks import bounded, one_of
 from swd_lens.base.errors import legible
+from swd_lens.base.figures import INK, new_figure, style
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import with_torch_defaults
@@ -104,6 +105,35 @@ class Refinement(Record):
                 rows[f"{name} (test)"] = self.test[name].tolist()
         return rows
 
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Where both circuits come from: the scores' settings, the threshold, ablation, prompts and budget."""
+        return {**self.refined.scores.settings, **self.refined.provenance}
+
+    def plot(self):
+        """Both circuits by active edges and by the threshold's value: on validation prompts, on test prompts with its 95 %
+        interval, and under attack where it was attacked; a matplotlib Figure."""
+        figure, ((ax,),) = new_figure(width=4.6, height=2.8)
+        edges = [self.prefix.n_edges, self.refined.n_edges]
+        found = {"validation": [self.validation["prefix"], self.validation["refined"]]}
+        if len(self.test):
+            found["test"] = self.test[self.of].tolist()
+            ax.vlines(edges, self.test[f"{self.of} low"], self.test[f"{self.of} high"], color=style(1)["color"], linewidth=1.0)
+        if "under attack" in self.test:
+            found["under attack (test)"] = self.test["under attack"].tolist()
+        for i, (name, values) in enumerate(found.items()):
+            ax.plot(edges, values, marker="o", markersize=4, label=name, **(style(i) | {"linestyle": ""}))
+        ax.axhline(self.target, linewidth=1.0, color="#888888")
+        lowest = min(min(values) for values in found.values())
+        names = {"prefix and refined": edges[0]} if edges[0] == edges[1] else dict(zip(("prefix", "refined"), edges, strict=True))
+        for name, x in names.items():
+            ax.annotate(name, (x, lowest), xytext=(0, -12), textcoords="offset points", ha="center", fontsize=8, color=INK)
+        ax.margins(x=0.15, y=0.25)
+        ax.set_xlabel("active edges", fontsize=9, color=INK)
+        ax.set_ylabel(self.of, fontsize=9, color=INK)
+        ax.legend(fontsize=8, frameon=False)
+        return figure
+
     def __repr__(self) -> str:
         return f"Refinement({self.of} {self.target:g}: {self.prefix!r} -> {self.refined!r})"
 
@@ -112,7 +142,8 @@ class Refinement(Record):
 
     def parts(self) -> tuple[Any, ...]:
         saved = 1 - self.refined.n_edges / self.prefix.n_edges if self.prefix.n_edges else 0.0
-        return self.table(), f"The refined circuit has {saved:.0%} fewer active edges than the best prefix."
+        fewer = f"The refined circuit has {saved:.0%} fewer active edges than the best prefix."
+        return self.table(), fewer, self.plot()
 
 
 @with_torch_defaults

@@ -18,8 +18,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
+from swd_lens.base.interrupts import Undo
 from swd_lens.base.progress import tqdm
-from swd_lens.base.undo import Undo
 from swd_lens.circuits.interventions import Outcome, at_once
 from swd_lens.hosts import Host, Start
 from swd_lens.hosts.recording import recording, require_seen

@@ -34,6 +34,7 @@ from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.job import Job, SolveOptions
 from swd_lens.factorization.solve import solve
 from swd_lens.factorization.solve_task import naming
+from swd_lens.factorization.stages import Calibrated, calibrated_by
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.beginnings import warn_without_bos
 from swd_lens.hosts.fused import fused_attention
@@ -127,38 +128,33 @@ def allocate(
     require_detached(model, "allocate")
     stream = None if tokens is None else as_stream(tokens, model)
     how = SolveOptions(preset=preset, units=units, basis=basis, batch_size=batch_size, settings=options)
-    job = _job(model, sites, stream, sparsity, how, progress)
+    job = Job.of(model, sites, stream, sparsity, how)
+    forecast(job)  # what the solver would refuse is refused here
+    if stream is not None:
+        warn_without_bos(model, stream, "calibration tokens")
+    job = with_chosen_bases(job, progress=progress)
     rows = _judged(judge, stream, model) if by == "kl" else None
     if rows is not None:
         require_free(host_of(model), job.sites)
     judged = None if rows is None else _Judge(host_of(model), rows, batch_size)
     budgets = {site.name: _budgets(job, site, sparsity, multiples) for site in job.sites}
     uniform = {site.name: edges_of(site.d_in, site.d_out, sparsity) for site in job.sites}
-    given = {"preset": preset, "units": units, "tokens": None if stream is None else stream.n_tokens}
-    curves = _curves(job, budgets, given, judged, gram_bytes, progress)
+    curves = _curves(job, budgets, judged, gram_bytes, progress)
     total = sum(uniform.values()) if kl is None else fewest_edges(curves, kl)
     if kl is not None:
         sparsity = 1 - total / sum(site.numel for site in job.sites)
         uniform = {site.name: edges_of(site.d_in, site.d_out, sparsity) for site in job.sites}
     allocated = spend(curves, total)
-    settings = _settings(job, how, multiples, kl, rows)
+    settings = _settings(job, multiples, kl, rows)
     site_budgets = {
         site.name: SiteBudget(site.numel, uniform[site.name], allocated[site.name], curves[site.name]) for site in job.sites
     }
     return Allocation(float(sparsity), by, settings, site_budgets)
 
 
-def _job(model: Any, sites: Pattern, stream: TokenStream | None, sparsity: float | int, how: SolveOptions, progress: bool) -> Job:
-    """The factorizations to be tried, with each matrix's basis chosen; what the solver would refuse is refused here."""
-    job = Job.of(model, sites, stream, sparsity, how)
-    forecast(job)
-    if stream is not None:
-        warn_without_bos(model, stream, "calibration tokens")
-    return with_chosen_bases(job, progress=progress)
-
-
-def _settings(job: Job, how: SolveOptions, multiples: Sequence[float], kl: float | None, rows: Tensor | None) -> dict[str, Any]:
+def _settings(job: Job, multiples: Sequence[float], kl: float | None, rows: Tensor | None) -> dict[str, Any]:
     """Everything that the allocation depends on beside `by` and its curves, as plain values."""
+    how = job.how
     settings = {"swd_lens": __version__, "model": str(job.model.cfg.model_name), "grid": list(multiples), "preset": how.preset}
     settings |= {"units": how.units, "tokens": job.n_tokens, **({} if kl is None else {"kl": kl})}
     settings["options"] = {name: dict(value) if isinstance(value, Mapping) else value for name, value in how.solver.items()}
@@ -179,26 +175,24 @@ def _multiples(grid: Sequence[float | int]) -> tuple[float, ...]:
 
 
 def _curves(
-    job: Job,
-    budgets: Mapping[str, tuple[int, ...]],
-    given: Mapping[str, Any],
-    judged: "_Judge | None",
-    gram_bytes: int,
-    progress: bool,
+    job: Job, budgets: Mapping[str, tuple[int, ...]], judged: "_Judge | None", gram_bytes: int, progress: bool
 ) -> dict[str, LossCurve]:
     """Solve every matrix at every budget: site -> loss by number of edges, KL where there is a judge, else error."""
     by = "error" if judged is None else "kl"
     curves: dict[str, LossCurve] = {}
     trials_to_make = sum(map(len, budgets.values()))
     with tqdm(total=trials_to_make, desc=f"allocate by {by}", disable=not progress, leave=False) as bar:
-        for site, gram, first in _with_grams(job, gram_bytes):
+        for site, seen in _with_grams(job, gram_bytes):
             bar.set_postfix_str(site.name, refresh=False)
             weight, trials = host_of(job.model).weight(site), []
+            how: dict[str, Any] = {"preset": job.how.preset, "units": job.how.units, **job.settings_of(site)}
+            how["tokens"] = None if seen.gram is None else seen.n_routed or job.n_tokens  # as in `Job.task`
             for k in budgets[site.name]:
                 with naming(site):
-                    trials.append(solve(weight, gram, 1 - k / site.numel, **given, **job.settings_of(site)))
+                    trials.append(solve(weight, seen.gram, 1 - k / site.numel, **how))
                 bar.update()
-            losses = [f.relmse(gram, without=first) for f in trials] if judged is None else judged.losses(site, trials)
+            first = seen.first if seen.gram is not None and seen.first is not None and len(seen.first) else None
+            losses = [f.relmse(seen.gram, without=first) for f in trials] if judged is None else judged.losses(site, trials)
             curves[site.name] = LossCurve(budgets[site.name], tuple(max(loss, _LEAST[by]) for loss in losses))
     return curves
 
@@ -229,9 +223,8 @@ def _budgets(job: Job, site: Site, sparsity: float | int, multiples: Sequence[fl
     return tuple(sorted({*tried, uniform}))
 
 
-def _with_grams(job: Job, gram_bytes: int) -> Iterator[tuple[Site, Tensor | None, Tensor | None]]:
-    """Every site with its dense Gram and the part of first positions (`Grams.first`), in execution order; Grams of as many sites
-    at a time as fit."""
+def _with_grams(job: Job, gram_bytes: int) -> Iterator[tuple[Site, Calibrated]]:
+    """Every site with its dense Gram, in execution order; Grams of as many sites at a time as fit."""
     group: list[Site] = []
     text = job.stream if isinstance(job.stream, CalibrationText) else None
     kept = None if text is None else KnownGrams(text, job.model, job.how.batch_size, job.gram_dtype)
@@ -240,18 +233,13 @@ def _with_grams(job: Job, gram_bytes: int) -> Iterator[tuple[Site, Tensor | None
         following = job.sites[i + 1].d_in ** 2 if i + 1 < len(job.sites) else float("inf")
         if (sum(other.d_in**2 for other in group) + following) * _BYTES_PER_GRAM_ENTRY <= gram_bytes:
             continue
-        grams, first = dict[str, Tensor](), dict[str, Tensor]()
-        if (known := None if kept is None else kept.collect(group)) is not None:
-            grams.update(known.by_site)
-            first.update(known.first)
-        elif job.stream is not None:
-            collected = collect_grams(job.model, group, job.stream, batch_size=job.how.batch_size, dtype=job.gram_dtype)
-            grams.update({name: gram for name, gram in collected.by_site.items() if collected.n_routed.get(name) != 0})
-            first.update(collected.first)
-            del collected
+        grams = None if kept is None else kept.collect(group)
+        if grams is None and job.stream is not None:
+            grams = collect_grams(job.model, group, job.stream, batch_size=job.how.batch_size, dtype=job.gram_dtype)
+        calibrated = {} if grams is None else {member.name: calibrated_by(grams, member.name) for member in group}
+        del grams  # each Gram goes with its matrix
         for member in group:
-            gram, vectors = grams.pop(member.name, None), first.pop(member.name, None)
-            yield member, gram, None if gram is None or vectors is None or not len(vectors) else vectors
+            yield member, calibrated.pop(member.name, Calibrated(None, None, 0.0))
         group = []
 
 

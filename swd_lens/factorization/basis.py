@@ -45,7 +45,7 @@ from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern, Site, base_kind, split_name
 from swd_lens.tasks.counting import predicted
 from swd_lens.tasks.streams import TokenStream, as_stream
-from swd_lens.units.index import INDEX, WHAT, provenance_in
+from swd_lens.units.index import INDEX, WHAT, read_index
 
 # Text chooses a side where its edges are at most this share of the other's, and the difference is not chance. Nearer to each
 # other it is no guide (tests.benchmarks.sides), and the kind of the matrix is (tests.benchmarks.single_calls, bases).
@@ -287,7 +287,7 @@ def _told_before(folder: Path, job: Job) -> dict[str, Any] | None:
     folder's index names a basis that there is not."""
     told: Any = None
     with suppress(FactorFileError, FileNotFoundError):  # a damaged index is said by who reads it
-        told = provenance_in(folder).get("basis")
+        told = read_index(folder)["provenance"].get("basis")
     if not told or (isinstance(told, dict) and "chosen" not in told):  # by kind, or by a caller's word
         return None
     try:

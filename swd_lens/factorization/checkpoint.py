@@ -26,7 +26,7 @@ from swd_lens.base.step_cache import HOW_TO_RESUME, differences
 from swd_lens.base.writer import writing
 from swd_lens.hosts.sites import Site, execution_key
 from swd_lens.units.factors import Factors, fingerprint, write_factors
-from swd_lens.units.index import INDEX, clear_remains, entries_in, open_folder, remove_set, write_index, writing_factors
+from swd_lens.units.index import INDEX, clear_remains, open_folder, read_index, remove_set, write_index, writing_factors
 from swd_lens.units.storage import StoredSite
 
 Recipe = Mapping[str, Any]
@@ -41,7 +41,7 @@ def writing_checkpoint(folder: Path, sizes: Mapping[str, int], *, overwrite: boo
     OSError: it cannot be written, or the disk is too small for the matrices that are missing."""
     held: Iterable[str] = ()
     with suppress(FactorFileError, FileNotFoundError):  # said by who reads it
-        held = () if overwrite else entries_in(folder)
+        held = () if overwrite else read_index(folder)["sites"]
     missing = [size for site, size in sizes.items() if site not in held]
     if not missing:
         clear_remains(folder, "factorize")

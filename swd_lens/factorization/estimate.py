@@ -116,14 +116,6 @@ class Estimate(Record):
         if self.fits:
             return
         worst = max(self.rows, key=lambda row: row.held_bytes + row.peak_bytes)
-        raise DoesNotFitError(
-            f"factorizing {_matrices(len(self.rows))} needs {_bytes(self.peak_bytes)} of memory, "
-            f"{_bytes(self.available_bytes)} available. Largest: {worst.site} ({worst.d_in}, {worst.d_out}) with "
-            f"{worst.units} units, {_bytes(worst.peak_bytes)}, while {_bytes(worst.held_bytes)} are held for other sites "
-            f"(their Grams and factors). {self._advice(worst)}"
-        )
-
-    def _advice(self, worst: SiteEstimate) -> str:
         ways = []
         if self.calibration in ("dense", "per_block") and len(self.rows) > 1:
             ways.append('calibration="sequential" (one input\'s Gram at a time instead of several)')
@@ -136,7 +128,12 @@ class Estimate(Record):
         if self.calibration != "zero-data":
             ways.append("a smaller batch_size")
         ways.append("a machine with more memory")
-        return f"What helps: {'; '.join(ways)}."
+        raise DoesNotFitError(
+            f"factorizing {_matrices(len(self.rows))} needs {_bytes(self.peak_bytes)} of memory, "
+            f"{_bytes(self.available_bytes)} available. Largest: {worst.site} ({worst.d_in}, {worst.d_out}) with "
+            f"{worst.units} units, {_bytes(worst.peak_bytes)}, while {_bytes(worst.held_bytes)} are held for other sites "
+            f"(their Grams and factors). What helps: {'; '.join(ways)}."
+        )
 
     def title(self) -> str:
         return f"Estimate: {_matrices(len(self.rows))}, calibration {self.calibration}"
@@ -151,21 +148,31 @@ class Estimate(Record):
         return "\n".join([self.title(), *("  " + "  ".join(line) for line in aligned), *self._totals()])
 
     def _lines(self) -> list[tuple[str, ...]]:
-        """The table's lines, in order of their first rows."""
+        """The table's lines, in order of their first rows: one for one row, or for several of one shape."""
         together: dict[object, list[SiteEstimate]] = {}
         for row in self.rows:
             alike = (_kind(row.site), row.d_in, row.d_out, row.units) if len(self.rows) > _MOST_LINES else row.site
             together.setdefault(alike, []).append(row)
-        return [_line(rows) for rows in together.values()]
+        lines = []
+        for rows in together.values():
+            row = rows[0]
+            sizes = (f"{row.d_in:,}", f"{row.d_out:,}", f"{row.units:,}")
+            # Operations of all, memory at the worst moment.
+            solver, calibration = sum(row.flops for row in rows), sum(row.calibration_flops for row in rows)
+            memory = max(row.held_bytes + row.peak_bytes for row in rows)
+            kind = f"blocks.*.{_kind(row.site)}" if _kind(row.site) else "this shape"
+            label = row.site if len(rows) == 1 else f"{len(rows)} x {kind}"
+            lines.append((label, *sizes, _scaled(solver, "FLOP"), _scaled(calibration, "FLOP"), _bytes(memory)))
+        return lines
 
     def _totals(self) -> list[str]:
         available = "unknown" if self.available_bytes is None else _bytes(self.available_bytes)
         memory = f"memory: {_bytes(self.peak_bytes)} at the worst moment, {available} available"
         if not self.fits:
             memory += " - does not fit"
-        work = f"time: {_flops(self.flops)}"
+        work = f"time: {_scaled(self.flops, 'FLOP')}"
         if self.seconds is not None and self.flops_per_second is not None:
-            work += f", about {_seconds(self.seconds)} at the measured {_flops(self.flops_per_second)} per second"
+            work += f", about {_seconds(self.seconds)} at the measured {_scaled(self.flops_per_second, 'FLOP')} per second"
         lines = [memory, work]
         if self.disk_bytes:
             lines.insert(1, f"disk: {_bytes(self.disk_bytes)} in the temporary folder (what enters a block, kept)")
@@ -422,17 +429,6 @@ class _Plan:
 # ---------------------------------------------------------------------------------------------- words
 
 
-def _line(rows: Sequence[SiteEstimate]) -> tuple[str, ...]:
-    """One line for one row, or for several of one shape: operations of all, memory at the worst moment."""
-    row = rows[0]
-    sizes = (f"{row.d_in:,}", f"{row.d_out:,}", f"{row.units:,}")
-    solver, calibration = sum(row.flops for row in rows), sum(row.calibration_flops for row in rows)
-    memory = max(row.held_bytes + row.peak_bytes for row in rows)
-    kind = f"blocks.*.{_kind(row.site)}" if _kind(row.site) else "this shape"
-    label = row.site if len(rows) == 1 else f"{len(rows)} x {kind}"
-    return (label, *sizes, _flops(solver), _flops(calibration), _bytes(memory))
-
-
 def _kind(name: str) -> str:
     """Kind of a site; "" of a matrix with another name."""
     return base_kind(split_name(name)[1]) if is_site_name(name) else ""
@@ -444,10 +440,6 @@ def _matrices(n: int) -> str:
 
 def _bytes(n: int | None) -> str:
     return f"{n or 0:,} B" if (n or 0) < 1000 else _scaled(float(n or 0), "B")
-
-
-def _flops(n: float) -> str:
-    return _scaled(n, "FLOP")
 
 
 def _scaled(n: float, unit: str) -> str:

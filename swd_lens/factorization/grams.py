@@ -30,13 +30,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import Start, require_no_dropout
 from swd_lens.hosts.fused import fused_attention
+from swd_lens.hosts.recording import require_one_per_token
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.streams import as_stream
 
@@ -124,9 +124,7 @@ def collect_grams(
     sums = _pass(sites, residuals, _Sums(double, share=True), progress)
     if sums.parted:
         sums = _pass(sites, residuals, _Sums(double, share=False), progress)
-    first_share, n_routed = sums.first_shares(), sums.routed_counts()
-    first = sums.first_vectors(n_tokens, n_routed)
-    return Grams(sums.means(n_tokens, n_routed), n_tokens, first_share, first, n_routed)
+    return sums.grams(n_tokens, double)
 
 
 def _pass(sites: Sequence[Site], residuals: Residuals, sums: "_Sums", progress: bool) -> "_Sums":
@@ -218,10 +216,7 @@ class _Sums:
         n_rows, n_positions = self.shape
         if len(flat) != n_rows * n_positions:
             if self.counted is not None:
-                raise UnsupportedHostError(
-                    f"{site.name} read {len(flat)} vectors on {n_rows * n_positions} tokens; swd_lens needs one per token "
-                    "(a layer that runs several times, or on some tokens only, has no single Gram)"
-                )
+                require_one_per_token([site], {site.name: len(flat)}, n_rows * n_positions)
             return flat, flat[:0]
         at_first = flat.view(n_rows, n_positions, -1)[:, 0]
         if self.counted is None:
@@ -229,30 +224,23 @@ class _Sums:
         counted = self.counted.to(flat.device)
         return flat[counted.flatten()], at_first[counted[:, 0]]
 
-    def first_shares(self) -> dict[str, float]:
-        """Share of each sum's trace that comes from first positions; before `means`, which takes the sums."""
-        traces = {name: float(total.diagonal().sum()) for name, total in self.by_site.items()}
-        shares = {name: self.of_first[name].squares / trace if trace > 0 else 0.0 for name, trace in traces.items()}
-        return shares | {name: shares[owner] for name, owner in self.owner.items()}
-
-    def first_vectors(self, n_tokens: int, n_routed: Mapping[str, int]) -> dict[str, Tensor]:
-        """`Grams.first`."""
-        first = {name: of.vectors(max(n_routed.get(name, n_tokens), 1)) for name, of in self.of_first.items()}
-        return first | {name: first[owner] for name, owner in self.owner.items()}
-
-    def routed_counts(self) -> dict[str, int]:
-        """Vectors that each expert's matrix read."""
-        return self.n_routed | {name: self.n_routed[owner] for name, owner in self.owner.items() if owner in self.n_routed}
-
-    def means(self, n_tokens: int, n_routed: Mapping[str, int]) -> dict[str, Tensor]:
-        """The Grams. Each sum goes as it is converted, so that at most one Gram lies beside the sums."""
-        grams: dict[str, Tensor] = {}
+    def grams(self, n_tokens: int, double: bool) -> Grams:
+        """The means over so many tokens that count, in float64 or float32. Each sum goes as it is converted, so that at most one
+        Gram lies beside the sums."""
+        by_site, shares, first = dict[str, Tensor](), dict[str, float](), dict[str, Tensor]()
         for name in list(self.by_site):
-            total = self.by_site.pop(name)
+            total, at_first = self.by_site.pop(name), self.of_first[name]
             _require_finite(name, total)
-            total /= max(n_routed.get(name, n_tokens), 1)
-            grams[name] = total if self.in_double else total.float()
-        return grams | {name: grams[owner] for name, owner in self.owner.items()}
+            trace, n = float(total.diagonal().sum()), max(self.n_routed.get(name, n_tokens), 1)
+            shares[name] = at_first.squares / trace if trace > 0 else 0.0
+            first[name] = at_first.vectors(n)
+            total /= n
+            by_site[name] = total if double else total.float()
+        for name, owner in self.owner.items():
+            by_site[name], shares[name], first[name] = by_site[owner], shares[owner], first[owner]
+            if owner in self.n_routed:  # an expert's
+                self.n_routed[name] = self.n_routed[owner]
+        return Grams(by_site, n_tokens, shares, first, self.n_routed)
 
 
 class FirstPositions:
@@ -360,13 +348,12 @@ def collect_pairs(
             sums.begin(tuple(tokens.shape), counted)
             replaced.run(tokens, start, sites, add)
             first_row += len(tokens)
-    n_tokens, n_routed, shares = replaced.stream.n_counted, sums.routed_counts(), sums.first_shares()
-    first, pairs = sums.first_vectors(n_tokens, n_routed), dict[str, Pair]()
-    for name, gram in sums.by_site.items():
-        for total in (gram, crosses[name]):
-            _require_finite(name, total)
-        n = max(n_routed.get(name, n_tokens), 1)
-        pairs[name] = Pair(gram / n, crosses[name] / n, shares[name], first[name], n_routed.get(name))
+    pairs: dict[str, Pair] = {}
+    grams = sums.grams(replaced.stream.n_counted, double=True)
+    for name, gram in grams.by_site.items():
+        _require_finite(name, crosses[name])
+        cross = crosses[name] / max(grams.n_routed.get(name, grams.n_tokens), 1)
+        pairs[name] = Pair(gram, cross, grams.first_share[name], grams.first[name], grams.n_routed.get(name))
     return pairs
 
 

@@ -42,14 +42,14 @@ def matrices_of(shapes: Any, sites: Pattern) -> tuple[Site, ...]:
     named = dict(shapes) if isinstance(shapes, Mapping) else {"matrix": shapes}
     if not named:
         raise ValueError("there are no shapes to estimate; give name -> (d_in, d_out)")
-    return tuple(_matrix(str(name), shape, number) for number, (name, shape) in enumerate(named.items()))
-
-
-def _matrix(name: str, shape: Any, number: int) -> Site:
-    pair = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
-    if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in pair):
-        raise ValueError(f"{legible(name)}: {quoted(shape)} is no shape; give (d_in, d_out), two whole numbers of at least 1")
-    return Site(*split_name(name), *pair) if is_site_name(name) else Shape(-1 - number, "mlp_out", *pair, label=name)
+    matrices: list[Site] = []
+    for name, shape in named.items():
+        pair = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
+        if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in pair):
+            raise ValueError(f"{legible(name)}: {quoted(shape)} is no shape; give (d_in, d_out), two whole numbers of at least 1")
+        label, block = str(name), -1 - len(matrices)
+        matrices.append(Site(*split_name(label), *pair) if is_site_name(label) else Shape(block, "mlp_out", *pair, label=label))
+    return tuple(matrices)
 
 
 def sparsity_of_each(sites: Sequence[Site], sparsity: float | int | Mapping[str, float]) -> dict[str, float]:

@@ -204,12 +204,12 @@ class Residuals:
     def _disk_too_small(self, needed: int, free: int) -> str:
         """Why nothing is kept, after a warning; bytes."""
         n_tokens, folder = self.stream.n_tokens, self._made_in()
+        why = f"residuals of {n_tokens} tokens need {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are free"
         warn(
-            f"residuals of {n_tokens} tokens need {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} "
-            f"GB are free in {legible(folder)}; calibration runs every block anew for each stage, which takes longer. Free "
-            "some, set TMPDIR to a larger disk, or give fewer tokens"
+            f"{why} in {legible(folder)}; calibration runs every block anew for each stage, which takes longer. Free some, set "
+            "TMPDIR to a larger disk, or give fewer tokens"
         )
-        return f"residuals of {n_tokens} tokens need {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are free"
+        return why
 
     def _inputs(self, tokens: Tensor, layer: int, start: Start | None) -> "_Shown":
         """Inputs of a block's sites, in the order of the run; sites that it does not show are missing."""
@@ -239,12 +239,11 @@ class _Kept:
         self.batches.append((residual.shape, hashlib.sha256(data.numpy().data).digest()))
 
     def read(self) -> Iterator[Tensor]:
+        changed = f"{legible(self.path)} was changed, cut or removed while it was in use; start this call again"
         try:
             file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed below; no error of who reads is caught here
         except FileNotFoundError as cause:
-            raise OSError(
-                f"{legible(self.path)} was changed, cut or removed while it was in use; start this call again"
-            ) from cause
+            raise OSError(changed) from cause
         with file:
             for shape, expected in self.batches:
                 batch = torch.empty(shape, dtype=self.dtype, device="cpu")
@@ -254,5 +253,5 @@ class _Kept:
                     filled += n
                 # A batch cut short is one too: memory that an earlier batch has left may hold the very bytes that are missing.
                 if filled < len(data) or hashlib.sha256(data).digest() != expected:
-                    raise OSError(f"{legible(self.path)} was changed, cut or removed while it was in use; start this call again")
+                    raise OSError(changed)
                 yield batch.to(self.device)

@@ -23,8 +23,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from swd_lens.base.errors import warn
-from swd_lens.base.interrupts import joint
-from swd_lens.base.undo import Undo
+from swd_lens.base.interrupts import Undo, joint
 from swd_lens.factorization.calibration_text import CalibrationText, KnownGrams
 from swd_lens.factorization.gradients import collect_output_grams
 from swd_lens.factorization.grams import Grams, collect_grams, collect_pairs, corrected
@@ -52,7 +51,8 @@ class Calibrated:
     output_gram: Tensor | None = None  # (d_out, d_out); None where all outputs count the same
 
 
-def _calibrated(grams: Grams, site: str) -> Calibrated:
+def calibrated_by(grams: Grams, site: str) -> Calibrated:
+    """What a matrix is solved with, by the Grams of a pass over the host as it is."""
     n_routed = grams.n_routed.get(site)
     gram = None if n_routed == 0 else grams[site]
     return Calibrated(gram, None, grams.first_share[site], grams.first[site], n_routed)
@@ -203,7 +203,7 @@ class ReplacedHost:
             if self._known is not None and (self.kind == "dense" or not self._attachments):
                 known = self._known.collect(sites, progress)
                 if known is not None:
-                    return {site.name: _calibrated(known, site.name) for site in sites}
+                    return {site.name: calibrated_by(known, site.name) for site in sites}
             residuals = self._at(layer, "replaced") if self.keep else None
             grams = collect_grams(
                 self.model,
@@ -215,7 +215,7 @@ class ReplacedHost:
                 residuals=residuals,
             )
         warn_of_few_routed(sites, grams.n_routed, grams.n_tokens)
-        return {site.name: _calibrated(grams, site.name) for site in sites}
+        return {site.name: calibrated_by(grams, site.name) for site in sites}
 
     def _at(self, layer: int, host: Literal["replaced", "dense"]) -> Residuals:
         """Residuals of the host as it is, or dense, at a layer; not moved forward where they would not be used again."""

@@ -1,7 +1,7 @@
 """Attention: how a host turns a layer's queries and keys into scores, as numbers and tensors that can be used elsewhere.
 
 1. `heads_of(host, layer)` says how many query and key heads there are, their width, the scale, how positions enter, the norms
-   and biases of queries and keys, a cap on scores, and the names of the hooks that show q, k, scores and pattern.
+   and biases of queries and keys, a cap on scores, and the names of the hooks that show scores and pattern.
 2. `rotations(host, heads, n_pos)` gives the rotary angles of each position. A HookedTransformer keeps tables of sines and
    cosines in every attention module; on a bridge only the forward knows which layer turns by which angles, so they are read
    off a run of that many tokens.
@@ -50,8 +50,8 @@ class Heads:
         query_norm, key_norm: None where queries and keys are used as they are.
         slopes: of ALiBi, one per head: a score loses slope * (t - u).
         soft_cap: scores become cap * tanh(score / cap); None = no cap.
-        q_hook, k_hook, scores_hook, pattern_hook: names for `run_with_hooks`. q and k are shown before norm and rotation, scores
-            after the cap and the mask.
+        scores_hook, pattern_hook: names for `run_with_hooks`. Scores are shown after the cap and the mask; q and k, at
+            attn.hook_q and attn.hook_k, before norm and rotation.
     """
 
     layer: int
@@ -75,14 +75,6 @@ class Heads:
     def key_head(self, head: int) -> int:
         """The key head that a query head reads."""
         return head // self.group
-
-    @property
-    def q_hook(self) -> str:
-        return f"blocks.{self.layer}.attn.hook_q"
-
-    @property
-    def k_hook(self) -> str:
-        return f"blocks.{self.layer}.attn.hook_k"
 
     @property
     def scores_hook(self) -> str:

@@ -46,24 +46,21 @@ def warn_without_bos(model: Any, stream: TokenStream, what: str) -> None:
     without = rows[rows[:, 0] != bos]
     if not len(without):
         return
+    # Both cross-entropies, where there are next-token predictions to compare.
+    measured = ""
+    n_positions = min(rows.shape[1], _POSITIONS, int(model.cfg.n_ctx) - 1, CHUNK_BYTES // (4 * int(model.cfg.d_vocab)))
+    if n_positions >= 2 and facts_of(model).causal:
+        beginning = without[:, :n_positions]
+        with_bos = torch.cat([torch.full((len(beginning), 1), bos), beginning], 1)
+        ces = f"{_ce(model, beginning, 1):.3f} nats without and {_ce(model, with_bos, 2):.3f} with BOS"
+        measured = f" On {len(beginning)} of them the host's cross-entropy is {ces}."
     warn(
         f"{what}: {len(without)} of the first {len(rows)} rows do not begin with BOS "
         f"({quoted(model.tokenizer.bos_token)}), as the text of this host and the prompts of its tasks "
-        f"do.{_measured(model, without, bos)} load_text, stream_rows and pack_text put it there; set "
+        f"do.{measured} load_text, stream_rows and pack_text put it there; set "
         "model.cfg.default_prepend_bos = False if the host was trained without",
         TextWarning,
     )
-
-
-def _measured(model: Any, rows: Int[Tensor, "rows pos"], bos: int) -> str:
-    """The sentence with both cross-entropies; "" where there are no next-token predictions to compare."""
-    n_positions = min(rows.shape[1], _POSITIONS, int(model.cfg.n_ctx) - 1, CHUNK_BYTES // (4 * int(model.cfg.d_vocab)))
-    if n_positions < 2 or not facts_of(model).causal:
-        return ""
-    rows = rows[:, :n_positions]
-    with_bos = torch.cat([torch.full((len(rows), 1), bos), rows], 1)
-    without, beginning = _ce(model, rows, 1), _ce(model, with_bos, 2)
-    return f" On {len(rows)} of them the host's cross-entropy is {without:.3f} nats without and {beginning:.3f} with BOS."
 
 
 def _ce(model: Any, rows: Int[Tensor, "rows pos"], first: int) -> float:

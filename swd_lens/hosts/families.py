@@ -116,16 +116,12 @@ def block_paths() -> list[str]:
     return list(dict.fromkeys(path for family in FAMILIES.values() for path in family.blocks))
 
 
-def module_names(kind: str) -> list[str]:
-    """The families' names of the module of a kind, each once."""
-    return list(dict.fromkeys(f.modules[kind] for f in FAMILIES.values() if kind in f.modules))
-
-
 def module_paths(layer: int, kind: str) -> list[str]:
     """Names of a kind's module within the list of blocks, "h.8.mlp.c_proj": every list with every module, since a family
     without a record may combine them."""
     roots = dict.fromkeys(path.rpartition(".")[2] for path in block_paths())
-    return [f"{root}.{layer}.{name}" for root in roots for name in module_names(kind)]
+    names = dict.fromkeys(f.modules[kind] for f in FAMILIES.values() if kind in f.modules)
+    return [f"{root}.{layer}.{name}" for root in roots for name in names]
 
 
 def has_hooked_transformer() -> bool:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformer_lens.hook_points import HookPoint
 
-from swd_lens.base.undo import Undo
+from swd_lens.base.interrupts import Undo
 from swd_lens.hosts.host import Host
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.verified import verified

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from swd_lens.base.undo import Undo
+from swd_lens.base.interrupts import Undo
 from swd_lens.hosts.families import Facts, facts_of
 from swd_lens.hosts.host import Host
 from swd_lens.hosts.sites import Site

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import UnsupportedHostError
-from swd_lens.base.interrupts import Step
+from swd_lens.base.interrupts import Step, Undo
 from swd_lens.base.surroundings import claim
-from swd_lens.base.undo import Undo
 from swd_lens.hosts.families import DROPOUT_RATES
 from swd_lens.hosts.sites import PACKED, BlockShapes, Pattern, Site, overlapping, select_sites, sites_of_blocks
 
@@ -90,7 +89,7 @@ class Host(Protocol):
 
     def stores_transposed(self, site: Site) -> bool:
         """Whether the matrix of an mlp_out or attn_o site is kept as (d_out, d_in)."""
-        ...
+        return False
 
     def affine(self, site: Site) -> Affine | None:
         """Scale and shift in the site's input that weight processing can fold away; None where it has none to fold."""
@@ -241,12 +240,12 @@ class Host(Protocol):
 
     def share_prefix(self, register: Register) -> bool:
         """Have the layers that can attend to a repeated prefix without copying it do so until the undo; False where none can."""
-        ...
+        return False
 
     def join_prefixes(self, prefixes: Sequence[Any]) -> Any:
         """One prefix for the rows of several, which keep the same layers and may have other lengths; None of a host that shares
         none."""
-        ...
+        return None
 
     def guard(self, reason: str, register: Register) -> None:
         """Make every method that rewrites weights raise RuntimeError(reason), until the last registered undo is called."""

@@ -152,30 +152,38 @@ class _Loading:
     def hooked(self, other: str | None) -> Any:
         require_hooked_transformer(UnsupportedHostError)
         from transformer_lens import HookedTransformer
+        from transformer_lens import loading_from_pretrained as loading
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        config, reference = _config(self.name, self.folder, self.device, self.dtype), self._reference()
-        if self.folder is not None:
-            model = _load_folder(self.folder, self.label, config, HookedTransformer, reference)
-        else:
-            # transformers' own model, where HookedTransformer would load it as it is loaded here; else None.
-            from transformer_lens import loading_from_pretrained as loading
-            from transformers import AutoModelForCausalLM
-
-            official = loading.get_official_model_name(self.name)
-            otherwise = (*_READ_OTHERWISE, *loading.NEED_REMOTE_CODE_MODELS, *loading.NON_HF_HOSTED_MODEL_NAMES)
-            if official.startswith(otherwise) or family_of(config.original_architecture).own_reader:
-                network = None
-            else:
-                network = _whole(AutoModelForCausalLM, official, dtype=self.dtype, attn_implementation="eager")
-            if network is not None and reference is not None:
-                reference.see(network)
-            model = HookedTransformer.from_pretrained_no_processing(
-                self.name, device=self.device, dtype=self.dtype, hf_model=network
-            ).eval()
-            del network
         from swd_lens.hosts.hooked.layout import lay_out
 
-        lay_out(model)
+        config, reference = _config(self.name, self.folder, self.device, self.dtype), self._reference()
+        # transformers' own model, where HookedTransformer would load it as it is loaded here; else None. Eager attention is what
+        # hosts compute, to the order of its sums.
+        network: Any = None
+        how: dict[str, Any] = {"dtype": self.dtype, "attn_implementation": "eager"}
+        if self.folder is not None:
+            network = _whole(AutoModelForCausalLM, self.folder, local_files_only=True, **how)
+        else:
+            official = loading.get_official_model_name(self.name)
+            otherwise = (*_READ_OTHERWISE, *loading.NEED_REMOTE_CODE_MODELS, *loading.NON_HF_HOSTED_MODEL_NAMES)
+            if not (official.startswith(otherwise) or family_of(config.original_architecture).own_reader):
+                network = _whole(AutoModelForCausalLM, official, **how)
+        if network is not None and reference is not None:
+            reference.see(network)
+        if self.folder is not None:  # from_pretrained refuses folders (it looks the name up in its list); its own parts do not
+            config.model_name = self.label
+            model = HookedTransformer(config, AutoTokenizer.from_pretrained(self.folder, local_files_only=True))
+            state = loading.get_pretrained_state_dict(str(self.folder), config, network, dtype=self.dtype)
+            # In one go, where load_and_process_state_dict walks the model once for each tensor: 1 s in place of 10 of 135M
+            # parameters.
+            model.load_state_dict(model.fill_missing_keys(state), strict=False)
+            del state  # of the weights' size, as is the network
+        else:
+            how = {"device": self.device, "dtype": self.dtype, "hf_model": network}
+            model = HookedTransformer.from_pretrained_no_processing(self.name, **how)
+        del network, how
+        lay_out(model.eval())
         if reference is not None:
             reference.require(model, "HookedTransformer", other)
         return model
@@ -260,22 +268,3 @@ def _config(name: str, folder: Path | None, device: str | None, dtype: torch.dty
 
 # Names whose weights HookedTransformer reads in a way of its own: no model of transformers, code from the hub, or another class.
 _READ_OTHERWISE = ("NeelNanda", "ArthurConmy", "Baidicoot")
-
-
-def _load_folder(folder: Path, label: str | None, config: Any, hooked_transformer: Any, reference: Reference | None) -> Any:
-    """HookedTransformer.from_pretrained refuses folders (it looks the name up in its list); its own parts do not."""
-    from transformer_lens import loading_from_pretrained as loading
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    # Eager attention is what hosts compute, to the order of its sums.
-    how: dict[str, Any] = {"local_files_only": True, "dtype": config.dtype, "attn_implementation": "eager"}
-    checkpoint = _whole(AutoModelForCausalLM, folder, **how)
-    if reference is not None:
-        reference.see(checkpoint)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    config.model_name = label
-    model = hooked_transformer(config, tokenizer)
-    state = loading.get_pretrained_state_dict(str(folder), config, checkpoint, dtype=config.dtype)
-    # In one go, where load_and_process_state_dict walks the model once for each tensor: 1 s in place of 10 of 135M parameters.
-    model.load_state_dict(model.fill_missing_keys(state), strict=False)
-    return model.eval()

@@ -95,7 +95,10 @@ class Predictions:
 
         def of_part(row: slice, prediction: slice, *runs: Tensor) -> Tensor:
             targets = targets_of[row, prediction.start + 1 : prediction.stop + 1]
-            return measure(targets, *(self._logits(rows, run, row, prediction) for run in runs))
+            logits = [run[row, prediction] for run in runs]
+            if self._unembeds_apart(rows):
+                logits = [self.host.unembed(rows[row, prediction], residual) for residual in logits]
+            return measure(targets, *logits)
 
         parts = list(self.parts(rows, rows.shape[1] - (not behind_last)))
         if len(parts) == 1 or not any(run.requires_grad for run in runs):
@@ -104,10 +107,6 @@ class Predictions:
             how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
             values = [checkpoint(of_part, *part, *runs, **how) for part in parts]
         return values[0] if len(values) == 1 else torch.stack(values).sum(0)
-
-    def _logits(self, rows: Tensor, run: Tensor, row: slice, prediction: slice) -> Float[Tensor, "row prediction vocab"]:
-        part = run[row, prediction]
-        return self.host.unembed(rows[row, prediction], part) if self._unembeds_apart(rows) else part
 
     def parts(self, rows: Int[Tensor, "rows pos"], last: int) -> Iterator[tuple[slice, slice]]:
         """Rows and predictions, `last` of each row; all at once where whole logits are small."""

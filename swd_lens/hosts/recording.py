@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import UnsupportedHostError
@@ -35,11 +35,21 @@ def standing_hooks(model: Any) -> dict[str, list[str]]:
 
     A name is that of the hook point or module and that of the function: "blocks.0.hook_resid_post: steer".
     """
+    hooked: list[tuple[str, Any]] = []
+    for path, module in model.named_modules():
+        wrapped: set[int] = set()
+        if isinstance(module, HookPoint):
+            handles = (*module.fwd_hooks, *module.bwd_hooks)
+            wrapped = {handle.hook.id for handle in handles}  # TransformerLens' own functions around them
+            hooked += [(module.name or path, hook) for hook in hooks_of(module)]
+        for kind in _KINDS:
+            hooks = getattr(module, kind, {})
+            hooked += [(path or "the model", hook) for key, hook in hooks.items() if key not in wrapped]
     names: set[str] = set()
-    for point, hook in _hooks(model):
+    for point, hook in hooked:
         function = hook.func if isinstance(hook, partial) else hook
-        module = str(getattr(function, "__module__", None) or type(function).__module__)
-        if not f"{module}.".startswith(tuple(f"{package}." for package in _PARTS_OF_THE_HOST)):
+        package = str(getattr(function, "__module__", None) or type(function).__module__)
+        if not f"{package}.".startswith(tuple(f"{part}." for part in _PARTS_OF_THE_HOST)):
             names.add(f"{point}: {name_of(hook)}")
     return {"standing_hooks": sorted(names)} if names else {}
 
@@ -53,18 +63,6 @@ def name_of(hook: Any) -> str:
     """The name that a hook has in its own code."""
     function = hook.func if isinstance(hook, partial) else hook
     return getattr(function, "__qualname__", type(function).__qualname__)
-
-
-def _hooks(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for path, module in model.named_modules():
-        wrapped: set[int] = set()
-        if isinstance(module, HookPoint):
-            handles = (*module.fwd_hooks, *module.bwd_hooks)
-            wrapped = {handle.hook.id for handle in handles}  # TransformerLens' own functions around them
-            yield from ((module.name or path, hook) for hook in hooks_of(module))
-        for kind in _KINDS:
-            hooks = getattr(module, kind, {})
-            yield from ((path or "the model", hook) for key, hook in hooks.items() if key not in wrapped)
 
 
 Shown = dict[str, Tensor]

@@ -248,7 +248,14 @@ def select_sites(available: Sequence[Site], pattern: Pattern, alternatives: Sequ
         matching = [by_name[name]] if name in by_name else [site for site in available if matches(site, name)]
         matching = matching or [site for site in alternatives if matches(site, name)]
         if not matching:
-            raise _nothing_matches(name, available)
+            names = [site.name for site in available]
+            near = difflib.get_close_matches(name, names, n=4, cutoff=0.3) or names[:4]
+            kinds = sorted({base_kind(site.kind) for site in available}, key=kind_order)
+            layers = max((site.layer for site in available), default=-1)
+            raise UnknownSiteError(
+                f"no site matches {quoted(name)}. Nearest: {', '.join(near)}. This host has blocks.0 to blocks.{layers} with "
+                f"{', '.join(kinds)}; globs such as 'blocks.*.mlp_out' work too."
+            )
         selected.update({site.name: site for site in matching})
     for name in selected:
         twice = [part for part in overlapping(name) if part in selected]
@@ -266,17 +273,6 @@ def matches(site: Site, pattern: str) -> bool:
     # A pattern may name the model's list of blocks by its whole path, or by its last part alone.
     patterns = (pattern, _OUTER_MODULES.sub("", pattern))
     return pattern == "all" or any(fnmatchcase(name, each) for name in names for each in patterns)
-
-
-def _nothing_matches(pattern: str, available: Sequence[Site]) -> Exception:
-    names = [site.name for site in available]
-    near = difflib.get_close_matches(pattern, names, n=4, cutoff=0.3) or names[:4]
-    kinds = sorted({base_kind(site.kind) for site in available}, key=kind_order)
-    layers = max((site.layer for site in available), default=-1)
-    return UnknownSiteError(
-        f"no site matches {quoted(pattern)}. Nearest: {', '.join(near)}. This host has blocks.0 to blocks.{layers} with "
-        f"{', '.join(kinds)}; globs such as 'blocks.*.mlp_out' work too."
-    )
 
 
 # ---------------------------------------------------------------------------------------------- ends

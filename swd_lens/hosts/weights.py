@@ -10,8 +10,9 @@
 3. `keep_watch` has `host_of`, with which every function of swd_lens begins, look whether units that stand in a host still hold.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jaxtyping import Float
@@ -67,9 +68,10 @@ def stored_matrix(host: Host, site: Site) -> Stored:
 
 
 class Shadow:
-    """Stands in for a method. A class, not a closure, so that a deep copy of the host copies it too."""
+    """Stands in for a method of its owner. A class, not a closure, so that a deep copy of the host copies it too."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: Any):
+        self.owner = owner
         self.wanted_by: set[int] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,22 +81,22 @@ class Shadow:
 class Refusal(Shadow):
     """Raises RuntimeError, saying why."""
 
-    def __init__(self, name: str, reason: str):
-        super().__init__()
+    def __init__(self, name: str, reason: str, owner: Any):
+        super().__init__(owner)
         self.name, self.reason = name, reason
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(f"{legible(self.name)} was called {legible(self.reason)}")
 
 
-def refusals(names: Iterable[str], reason: str) -> dict[str, Callable[[], Shadow]]:
+def refusals(names: Iterable[str], reason: str) -> dict[str, Callable[[Any], Shadow]]:
     """Make shadows for `shadow_methods` that raise RuntimeError; the reason ends "fold_layer_norm was called ..."."""
-    return {name: lambda name=name: Refusal(name, reason) for name in names}
+    return {name: partial(Refusal, name, reason) for name in names}
 
 
-def shadow_methods(model: Any, make: dict[str, Callable[[], Shadow]], register: Register) -> None:
+def shadow_methods(model: Any, make: Mapping[str, Callable[[Any], Shadow]], register: Register) -> None:
     """Put shadows before those of the named methods that the model has; one that is there already is shared. make: method name
-    -> what makes its shadow; register: is given the undo."""
+    -> what makes its shadow, of the model; register: is given the undo."""
     present = [name for name in make if getattr(type(model), name, None) is not None]
     owner = object()
 
@@ -110,7 +112,7 @@ def shadow_methods(model: Any, make: dict[str, Callable[[], Shadow]], register: 
     for name in present:
         shadow = own_method(model, name)
         if not isinstance(shadow, Shadow):
-            shadow = make[name]()
+            shadow = make[name](model)
             set_own_method(model, name, shadow)
         shadow.wanted_by.add(id(owner))
 

@@ -120,7 +120,8 @@ def solve(
     with torch.no_grad():
         read, write, budget = problem.solved(on_iteration)
         if output_gram is not None:
-            read, write = problem.refitted(read, write, output_gram)
+            weighed, gram = output_gram.detach().to(problem.target), problem.gram
+            read, write = outputs.refit(read, write, problem.target, gram, weighed, problem.refit_shrinkage)
         read, write = (factor.to(torch.float32) for factor in canonical(read, write))
     settings = {"preset": preset, **problem.settings(read, write, budget, refitted=output_gram is not None)}
     return Solution(read, write, settings, spec.solver, problem.dense)
@@ -168,10 +169,6 @@ class _Problem:
         if isinstance(spec, PruneSpec):
             return *prune.factorize(target, gram, kept, spec, shrinkage, on_iteration), None
         return *svd_prune.factorize(target, gram, kept, spec, shrinkage, on_iteration), None
-
-    def refitted(self, read: Tensor, write: Tensor, output_gram: Tensor) -> tuple[Tensor, Tensor]:
-        """Both factors refitted to what the loss sees of the outputs."""
-        return outputs.refit(read, write, self.target, self.gram, output_gram.detach().to(self.target), self.refit_shrinkage)
 
     def settings(self, read: Tensor, write: Tensor, budget: Budget | None, *, refitted: bool) -> dict[str, Any]:
         """Every value used, and the entries kept."""

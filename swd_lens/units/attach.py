@@ -30,9 +30,8 @@ from torch import Tensor
 from swd_lens.base.display import card
 from swd_lens.base.errors import AttachError, brief, quoted
 from swd_lens.base.holding import hold
-from swd_lens.base.interrupts import hold_back_interrupts, joint, unparted
+from swd_lens.base.interrupts import Undo, hold_back_interrupts, joint, unparted
 from swd_lens.base.surroundings import claim, with_torch_defaults
-from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, drops_out, host_of
 from swd_lens.hosts.recording import record
 from swd_lens.hosts.sites import Site, overlapping

@@ -7,7 +7,8 @@
 3. `accumulated_bias` gets the constants of transported factors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 from jaxtyping import Float
@@ -43,29 +44,24 @@ class UnitCache(ActivationCache):
     def apply_slice_to_batch_dim(self, batch_slice: Any) -> "UnitCache":
         return UnitCache.of(super().apply_slice_to_batch_dim(batch_slice), self.stood)
 
-    def compute_head_results(self) -> None:
-        self._of_what_ran("compute_head_results").compute_head_results()
 
-    def stack_head_results(self, *args: Any, **kwargs: Any) -> Any:
-        return self._of_what_ran("stack_head_results").stack_head_results(*args, **kwargs)
+def _of_what_ran(helper: str) -> Callable[..., Any]:
+    """This helper of an ActivationCache, on the same activations, with a model that shows the W_O and W_out that ran."""
 
-    def get_neuron_results(self, *args: Any, **kwargs: Any) -> Any:
-        return self._of_what_ran("get_neuron_results").get_neuron_results(*args, **kwargs)
-
-    def stack_neuron_results(self, *args: Any, **kwargs: Any) -> Any:
-        return self._of_what_ran("stack_neuron_results").stack_neuron_results(*args, **kwargs)
-
-    def get_full_resid_decomposition(self, *args: Any, **kwargs: Any) -> Any:
-        return self._of_what_ran("get_full_resid_decomposition").get_full_resid_decomposition(*args, **kwargs)
-
-    def _of_what_ran(self, helper: str) -> ActivationCache:
-        """A cache of the same activations, whose model shows the W_O and W_out that ran."""
+    def call(cache: UnitCache, *args: Any, **kwargs: Any) -> Any:
         if helper in _BY_HEADS:
             # Upstream computes the heads of all layers at once: refused as a whole, so that none is kept without the others.
-            for site, projection in self.stood.items():
+            for site, projection in cache.stood.items():
                 if split_name(site)[1] == "attn_o":
                     _require_matrix(site, projection, f"cache.{helper}")
-        return ActivationCache(self.cache_dict, _HostAsRun(self.model, self.stood, helper), self.has_batch_dim)
+        plain = ActivationCache(cache.cache_dict, _HostAsRun(cache.model, cache.stood, helper), cache.has_batch_dim)
+        return getattr(plain, helper)(*args, **kwargs)
+
+    return wraps(getattr(ActivationCache, helper))(call)
+
+
+for _helper in (*_BY_HEADS, "get_neuron_results", "stack_neuron_results"):
+    setattr(UnitCache, _helper, _of_what_ran(_helper))
 
 
 class _HostAsRun:
@@ -87,8 +83,7 @@ class _HostAsRun:
 
     def accumulated_bias(self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True) -> Tensor:
         """(d_model,) what blocks before `layer` add whatever the tokens."""
-        upstream = type(self._model).accumulated_bias
-        return _with_offsets(self._model, self._stood, upstream, layer, mlp_input, include_mlp_biases)
+        return _with_offsets(self._model, self._stood, layer, mlp_input, include_mlp_biases)
 
 
 class _Showing:
@@ -101,14 +96,13 @@ class _Showing:
         shown = self._shown.get(name)
         if isinstance(shown, Mapping):
             return _Showing(getattr(self._module, name), shown)
-        return getattr(self._module, name) if shown is None else _matrix(*shown)
-
-
-def _matrix(site: str, projection: Projection, helper: str, cfg: Any) -> Float[Tensor, "*head d_in d_out"]:
-    """read @ write as TransformerLens keeps W_O (head, d_head, d_model) or W_out (d_mlp, d_model)."""
-    projection = _require_matrix(site, projection, f"cache.{helper}")
-    product = projection.read.factor @ projection.write.factor
-    return product.view(cfg.n_heads, -1, product.shape[1]) if split_name(site)[1] == "attn_o" else product
+        if shown is None:
+            return getattr(self._module, name)
+        # read @ write as TransformerLens keeps W_O (head, d_head, d_model) or W_out (d_mlp, d_model).
+        site, projection, helper, cfg = shown
+        projection = _require_matrix(site, projection, f"cache.{helper}")
+        product = projection.read.factor @ projection.write.factor
+        return product.view(cfg.n_heads, -1, product.shape[1]) if split_name(site)[1] == "attn_o" else product
 
 
 def _require_matrix(site: str, projection: Projection, helper: str) -> UnitProjection:
@@ -126,8 +120,7 @@ class _RunWithCache(Shadow):
     """run_with_cache, whose cache knows what is attached."""
 
     def __init__(self, model: Any):
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.attached: list[Mapping[str, Projection]] = []
 
     def stood(self) -> dict[str, Projection]:
@@ -136,25 +129,22 @@ class _RunWithCache(Shadow):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stood = self.stood()
-        output, cache = type(self.model).run_with_cache(self.model, *args, **kwargs)
+        output, cache = type(self.owner).run_with_cache(self.owner, *args, **kwargs)
         return output, UnitCache.of(cache, stood) if stood and isinstance(cache, ActivationCache) else cache
 
 
 class _AccumulatedBias(Shadow):
-    def __init__(self, model: Any):
-        super().__init__()
-        self.model = model
+    """accumulated_bias, with the constants of what is attached."""
 
     def __call__(self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True) -> Tensor:
-        stood = own_method(self.model, "run_with_cache").stood()
-        upstream = type(self.model).accumulated_bias
-        return _with_offsets(self.model, stood, upstream, layer, mlp_input, include_mlp_biases)
+        stood = own_method(self.owner, "run_with_cache").stood()
+        return _with_offsets(self.owner, stood, layer, mlp_input, include_mlp_biases)
 
 
 def _with_offsets(
-    model: Any, stood: Mapping[str, Projection], upstream: Any, layer: int, mlp_input: bool, include_mlp_biases: bool
+    model: Any, stood: Mapping[str, Projection], layer: int, mlp_input: bool, include_mlp_biases: bool
 ) -> Float[Tensor, " d_model"]:
-    bias = upstream(model, layer, mlp_input, include_mlp_biases)
+    bias = type(model).accumulated_bias(model, layer, mlp_input, include_mlp_biases)
     for site, projection in stood.items():
         at, kind = split_name(site)
         asked = at < layer or (at == layer and mlp_input and kind == "attn_o")
@@ -178,6 +168,5 @@ def cover_helpers(model: Any, projections: Mapping[str, Projection], register: R
             shadow.attached = [other for other in shadow.attached if other is not projections]
 
     register(undo)
-    shadows = {"run_with_cache": lambda: _RunWithCache(model), "accumulated_bias": lambda: _AccumulatedBias(model)}
-    shadow_methods(model, shadows, register)
+    shadow_methods(model, {"run_with_cache": _RunWithCache, "accumulated_bias": _AccumulatedBias}, register)
     own_method(model, "run_with_cache").attached.append(projections)

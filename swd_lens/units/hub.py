@@ -19,7 +19,7 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalE
 from swd_lens.base import __version__
 from swd_lens.base.errors import FactorFileError, errors_seen, legible, quoted
 from swd_lens.base.surroundings import with_torch_defaults
-from swd_lens.units.index import FORMAT_VERSION, INDEX, entries_in
+from swd_lens.units.index import FORMAT_VERSION, INDEX, read_index
 
 _Set = TypeVar("_Set", bound="OnHub")
 # Files that `swd_lens.units.storage.write_site` names: <site>.<12 digits of the hash>.safetensors, and never a model's.
@@ -127,7 +127,7 @@ class OnHub(ModelHubMixin, library_name="swd_lens", tags=["interpretability", "s
             raise FileNotFoundError(
                 f"{quoted(name)} is neither a folder on this machine nor the name of a repository (user/name)"
             ) from cause
-        files = sorted({INDEX} | {entry["file"] for entry in entries_in(index.parent).values()})
+        files = sorted({INDEX} | {entry["file"] for entry in read_index(index.parent)["sites"].values()})
         # index lies in snapshots/<commit>: the same commit again, not the branch, which may have moved on.
         folder = snapshot_download(name, revision=index.parent.name, allow_patterns=files, force_download=force_download, **where)
         return cls.load(folder)  # pyright: ignore[reportAttributeAccessIssue]

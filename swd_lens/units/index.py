@@ -71,7 +71,7 @@ def remove_set(folder: Path) -> None:
 def _named_in(folder: Path) -> dict[str, str] | None:
     """File -> SHA-256 in the folder's index; None where that is damaged, for then nobody knows what is ours."""
     try:
-        sites = _parse(folder)["sites"]
+        sites = read_index(folder)["sites"]
     except FactorFileError:
         return None
     except FileNotFoundError:
@@ -117,7 +117,7 @@ def open_folder(folder: Path) -> tuple[dict[str, Any], dict[str, StoredSite]]:
             version = status.st_ino, status.st_mtime_ns  # others once the index is replaced
         try:
             with readable(index, WHAT, FactorFileError):
-                return _opened(folder, _parse(folder))
+                return _opened(folder, read_index(folder))
         except (FactorFileError, FileNotFoundError):
             # A writer may have replaced the index meanwhile. Twice the same index: the folder is damaged.
             if version is None or version == failed_with or attempt == _ATTEMPTS:
@@ -140,19 +140,9 @@ def _opened(folder: Path, described: Mapping[str, Any]) -> tuple[dict[str, Any],
     return described["provenance"], sites
 
 
-def entries_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """Site -> its entry in the folder's index ("file", ...), whether the files are there or not. Raises FileNotFoundError: no
-    index there; FactorFileError: another format, or a damaged index."""
-    return _parse(folder)["sites"]
-
-
-def provenance_in(folder: Path) -> dict[str, Any]:
-    """The set's provenance in the folder's index, whether its files are there or not. Raises what `entries_in` does."""
-    return _parse(folder)["provenance"]
-
-
-def _parse(folder: Path) -> dict[str, Any]:
-    """The checked index: {"provenance": ..., "sites": {site: entry}}."""
+def read_index(folder: Path) -> dict[str, Any]:
+    """The checked index, {"provenance": ..., "sites": {site: entry}}, whether the files are there or not. Raises
+    FileNotFoundError: no index there; FactorFileError: another format, or a damaged index."""
     path = folder / INDEX
     if not path.exists():
         raise FileNotFoundError(f"{legible(folder)} holds no {INDEX}; give the folder that FactorSet.save wrote")

@@ -200,7 +200,17 @@ def from_tensors(named: Mapping[str, Tensor], d_in: int, units: int, d_out: int)
         raise ValueError(f"{legible(', '.join(unknown))} is nothing that this swd_lens knows")
     sizes = {"d_in": d_in, "units": units, "d_out": d_out}
     for name, tensor in named.items():
-        _check(name, tensor, sizes)
+        wanted = torch.int64 if name in _INDICES else torch.float32
+        if tensor.ndim != 1 or tensor.dtype != wanted:
+            raise ValueError(
+                f"{legible(name)} is {tensor.dtype} of shape {tuple(tensor.shape)}; it should be a vector of {wanted}"
+            )
+        size = sizes.get(_LENGTHS.get(name, ""), len(tensor))
+        if len(tensor) != size:
+            raise ValueError(f"{legible(name)} has {len(tensor)} values, the factors' {_LENGTHS[name]} is {size}")
+        if not bool(tensor.isfinite().all()):
+            index = int((~tensor.isfinite()).nonzero()[0])
+            raise ValueError(f"{legible(name)}[{index}] is {tensor[index].item()}")
     parts: dict[str, Any] = {}
     for part, kind in _PARTS.items():
         names = {field.name: f"{part}.{field.name}" for field in fields(kind)}
@@ -217,14 +227,3 @@ def from_tensors(named: Mapping[str, Tensor], d_in: int, units: int, d_out: int)
                     raise ValueError(f"probe.{which} names number {outside[0]}; the factors have {size}")
         parts[part] = kind(**{key: named.get(name) for key, name in names.items()})
     return parts
-
-
-def _check(name: str, tensor: Tensor, sizes: Mapping[str, int]) -> None:
-    wanted = torch.int64 if name in _INDICES else torch.float32
-    if tensor.ndim != 1 or tensor.dtype != wanted:
-        raise ValueError(f"{legible(name)} is {tensor.dtype} of shape {tuple(tensor.shape)}; it should be a vector of {wanted}")
-    if name in _LENGTHS and len(tensor) != sizes[_LENGTHS[name]]:
-        raise ValueError(f"{legible(name)} has {len(tensor)} values, the factors' {_LENGTHS[name]} is {sizes[_LENGTHS[name]]}")
-    if not bool(tensor.isfinite().all()):
-        index = int((~tensor.isfinite()).nonzero()[0])
-        raise ValueError(f"{legible(name)}[{index}] is {tensor[index].item()}")

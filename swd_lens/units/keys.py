@@ -8,7 +8,7 @@
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, SupportsInt, TypeGuard
 
 import pandas as pd
@@ -16,6 +16,8 @@ import pandas as pd
 from swd_lens.base.errors import UnknownSiteError, legible, quoted
 from swd_lens.hosts.sites import KINDS, Site, is_site_name, matches, parse_unit, select_sites, split_name
 
+_LISTED = 4  # names in a message
+_A_UNIT = 'a unit is "blocks.8.mlp_out/205", ("blocks.8.mlp_out", 205), or a row of a table with a column "unit"'
 _HOOK = re.compile(r"^(?:blocks\.(\d+)\.)?hook_(\w+)_unit$|^(\w+)_unit$")
 
 
@@ -89,16 +91,14 @@ def read_unit(given: Any, sites: Collection[str] = ()) -> tuple[str, int]:
         return _known_site(name, sites) or name, int(given[1])
     if _is_whole(given) or (isinstance(given, str) and given.isdecimal()):
         if len(sites) != 1:
+            known = ", ".join(list(sites)[:_LISTED]) + (f" and {len(sites) - _LISTED} more" if len(sites) > _LISTED else "")
             raise ValueError(
-                f"unit {quoted(given)} does not say of which site; there are {_listed(sites)}. Give (site, "
+                f"unit {quoted(given)} does not say of which site; there are {known or 'none'}. Give (site, "
                 f'{legible(given)}) or "site/{legible(given)}"'
             )
         return next(iter(sites)), int(given)
     if not isinstance(given, str):
-        raise ValueError(
-            f'{quoted(given)} is no unit; a unit is "blocks.8.mlp_out/205", ("blocks.8.mlp_out", 205), or a row of a '
-            'table with a column "unit"'
-        )
+        raise ValueError(f"{quoted(given)} is no unit; {_A_UNIT}")
     name, slash, index = given.rpartition("/")
     if slash and index.isdecimal() and (site := _known_site(name, sites)) is not None:
         return site, int(index)
@@ -119,10 +119,7 @@ def single_units(given: Any) -> list[Any]:
         return [given]
     given = getattr(given, "units", given)
     if not isinstance(given, Iterable):
-        raise ValueError(
-            f'{quoted(given)} is no unit; a unit is "blocks.8.mlp_out/205", ("blocks.8.mlp_out", 205), or a row of a '
-            'table with a column "unit"'
-        )
+        raise ValueError(f"{quoted(given)} is no unit; {_A_UNIT}")
     return list(given)
 
 
@@ -153,8 +150,3 @@ def _is_whole(value: Any) -> TypeGuard[SupportsInt]:
         return bool(int(value) == value)
     except (TypeError, ValueError, OverflowError):
         return False
-
-
-def _listed(names: Collection[str], most: int = 4) -> str:
-    shown: Sequence[str] = list(names)[:most]
-    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "") or "none"

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from copy import copy, deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import safetensors.torch
@@ -110,7 +111,8 @@ class StoredSite:
         return {**self.__dict__, "_tensors": safetensors.torch.save(tensors)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _tensors=_Unmapped(safetensors.torch.load(state["_tensors"])))
+        tensors = safetensors.torch.load(state["_tensors"])  # in place of the open file
+        self.__dict__.update(state, _tensors=SimpleNamespace(get_tensor=tensors.__getitem__))
 
     def __deepcopy__(self, memo: Any) -> "StoredSite":
         # Nothing changes the file; settings and provenance may be changed.
@@ -173,16 +175,6 @@ class StoredSite:
     def __repr__(self) -> str:
         shape = f"({self.d_in}, {self.d_out}) -> {self.n_units} units"
         return f"Factors({self.site}: {shape}, {self.edges:,} edges, s={self.sparsity:.4f}, in its file)"
-
-
-class _Unmapped:
-    """Tensors that came with a pickle, in place of the open file."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]):
-        self.tensors = tensors
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self.tensors[name]
 
 
 def _difference(

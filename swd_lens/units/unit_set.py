@@ -252,21 +252,13 @@ def as_units(source: Any, site: Site) -> Units:
         return _of_site(next(iter(from_saelens(source).values())), site)
     if isinstance(getattr(source, "read", None), Tensor) and isinstance(getattr(source, "write", None), Tensor):
         read, write = source.read.detach().float(), source.write.detach().float()
+        shapes = f"read {tuple(read.shape)} and write {tuple(write.shape)}"
         if read.ndim != 2 or write.ndim != 2 or read.shape[1] != write.shape[0]:
-            raise UnitSourceError(
-                f"read {tuple(read.shape)} and write {tuple(write.shape)} are no pair of factors: expected (d_in, unit) and "
-                "(unit, d_out)"
-            )
+            raise UnitSourceError(f"{shapes} are no pair of factors: expected (d_in, unit) and (unit, d_out)")
         if (read.shape[0], write.shape[1]) != (site.d_in, site.d_out):
-            raise UnitSourceError(
-                f"read {tuple(read.shape)} and write {tuple(write.shape)} do not fit {site.name}, which is ({site.d_in}, "
-                f"{site.d_out})"
-            )
+            raise UnitSourceError(f"{shapes} do not fit {site.name}, which is ({site.d_in}, {site.d_out})")
         if not (torch.isfinite(read).all() and torch.isfinite(write).all()):
-            raise UnitSourceError(
-                f"read {tuple(read.shape)} and write {tuple(write.shape)} for {site.name} hold values that are not finite; "
-                "mend or leave out their units"
-            )
+            raise UnitSourceError(f"{shapes} for {site.name} hold values that are not finite; mend or leave out their units")
         provenance = {**getattr(source, "provenance", {}), "site": site.name}
         return Factors(read, write, dict(getattr(source, "settings", {})), provenance)
     if has_pair(source):

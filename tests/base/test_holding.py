@@ -13,7 +13,7 @@ from torch import nn
 from swd_lens.base import holding
 from swd_lens.base.errors import HostInUseError
 from swd_lens.base.holding import Guard, hold, own_method, set_own_method
-from swd_lens.base.undo import Undo
+from swd_lens.base.interrupts import Undo
 from tests.base.test_surroundings import in_a_thread
 
 

@@ -4,15 +4,15 @@ import gc
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 from swd_lens.base import interrupts
-from swd_lens.base.interrupts import hold_back_interrupts, joint, unparted
+from swd_lens.base.interrupts import Undo, hold_back_interrupts, joint, unparted
 from swd_lens.base.surroundings import with_torch_defaults
-from swd_lens.base.undo import Undo
 from tests.base.test_surroundings import in_a_thread
 
 HANDLER = signal.default_int_handler
@@ -171,3 +171,48 @@ def test_other_threads_leave_the_handler_alone():
     del undo  # a host that was dropped with its units wants nothing
     with Undo() as undo:
         hold_back_interrupts(undo.push)
+
+
+# ---------------------------------------------------------------------------------------------- undo
+
+
+def test_steps_run_last_first_and_leave_the_stack():
+    done: list[int] = []
+    undo = Undo()
+    for i in range(3):
+        undo.push(lambda i=i: done.append(i))
+    assert undo and len(undo) == 3
+    undo.run()
+    undo.run()
+    assert done == [2, 1, 0] and not undo
+
+
+def interrupted_once(done: list[str]) -> Callable[[], None]:
+    """A step that a Ctrl-C hits the first time."""
+    interruptions = [KeyboardInterrupt()]
+
+    def step() -> None:
+        if interruptions:
+            raise interruptions.pop()
+        done.append("b")
+
+    return step
+
+
+def test_an_interrupted_run_goes_on_at_the_same_step_and_a_block_undoes_all_the_same():
+    done: list[str] = []
+    step = interrupted_once(done)
+    undo = Undo()
+    undo.push(lambda: done.append("a"))
+    undo.push(step)
+    with pytest.raises(KeyboardInterrupt):
+        undo.run()
+    assert done == [] and len(undo) == 2
+    undo.run()
+    assert done == ["b", "a"]
+    done: list[str] = []
+    step = interrupted_once(done)
+    with pytest.raises(KeyboardInterrupt), Undo() as undo:
+        undo.push(lambda: done.append("a"))
+        undo.push(step)
+    assert done == ["b", "a"] and not undo

@@ -13,8 +13,8 @@ from torch import nn
 from swd_lens.base import holding, surroundings
 from swd_lens.base.errors import HostInUseError
 from swd_lens.base.holding import hold
+from swd_lens.base.interrupts import Undo
 from swd_lens.base.surroundings import claim, is_marked, with_torch_defaults
-from swd_lens.base.undo import Undo
 from tests.interrupts import run_to_line
 
 MATMUL: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]

@@ -241,3 +241,12 @@ def test_a_robust_circuit_holds_where_outside_units_are_restored(default_model):
     assert robust.validation["refined"] >= 0.9 - 1e-6 and attacked[1] >= attacked[0] - 0.01
     assert robust.table()["under attack (test)"].tolist() == robust.test["under attack"].tolist()
     assert robust.test["under attack"][1] == pytest.approx(attacked[1], abs=1e-6) and attacked[1] > 0.87
+    assert robust.provenance == scores.settings | dict(robust.refined.provenance)
+    (ax,) = robust.plot().axes
+    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines}
+    edges = [robust.prefix.n_edges, robust.refined.n_edges]
+    assert drawn["validation"] == (edges, list(robust.validation.values()))
+    assert drawn["test"] == (edges, robust.test["recovered"].tolist())
+    assert drawn["under attack (test)"] == (edges, robust.test["under attack"].tolist())
+    (of_plain,) = plain.plot().axes
+    assert [line.get_label() for line in of_plain.lines[:2]] == ["validation", "test"]

@@ -11,9 +11,10 @@ import swd_lens as swd
 from swd_lens.base.sealed import seal
 from swd_lens.factorization.allocate import allocate
 from swd_lens.factorization.allocation import Allocation, spend
+from swd_lens.factorization.solve import solve
 from swd_lens.hosts import host_of
 from swd_lens.solver.budget import edges
-from swd_lens.tasks.streams import TokenStream
+from swd_lens.tasks.streams import TokenStream, as_stream
 from tests.forwards import block_runs
 from tests.micro import random_tokens, toy_model
 
@@ -63,6 +64,18 @@ def test_factorize_takes_it_and_it_explains_itself(model, by_kl):
     assert table["K allocated"].sum() == table["K uniform"].sum() == by_kl.edges
     assert (table["share allocated"].sum(), table["KL uniform"].sum()) == pytest.approx((1, by_kl.predicted["uniform"]))
     assert "Allocation by KL" in repr(by_kl) and f"{by_kl.edges:,} edges" in repr(by_kl) and "<table" in by_kl._repr_html_()
+
+
+def test_trials_shrink_a_gram_by_the_tokens_that_it_is_a_mean_over(model, monkeypatch):
+    """Those that are left out do not count; `factorize` makes its factors with the same shrinkage."""
+    asked = []
+    monkeypatch.setattr(
+        "swd_lens.factorization.allocate.solve", lambda *given, **how: asked.append(how["tokens"]) or solve(*given, **how)
+    )
+    left_out = [int(TOKENS[0, 0]), int(TOKENS[0, 1])]
+    found = shortly(model, "blocks.0.mlp_out", tokens=as_stream(TOKENS, model, exclude=left_out), by="error")
+    counted = int((~torch.isin(TOKENS, torch.tensor(left_out))).sum())
+    assert set(asked) == {counted} == {found.settings["tokens"]} and counted < TOKENS.numel()
 
 
 def test_kl_is_that_of_one_matrix_replaced(model, by_kl):

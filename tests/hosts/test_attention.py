@@ -20,8 +20,9 @@ HOSTS += [("bridge", name) for name in ("gpt2", "pythia", "llama", "qwen3", "gem
 def test_scores_by_hand_are_those_that_the_host_shows(kind, family):
     host = host_of(getattr(families, kind)(family))
     heads = heads_of(host, 1)
-    seen = record(host, TOKENS, hooks=[heads.q_hook, heads.k_hook, heads.scores_hook]).hooks
-    q, k = (seen[name].reshape(9, -1, heads.d_head).transpose(0, 1) for name in (heads.q_hook, heads.k_hook))
+    q_hook, k_hook = (f"blocks.1.attn.hook_{part}" for part in "qk")
+    seen = record(host, TOKENS, hooks=[q_hook, k_hook, heads.scores_hook]).hooks
+    q, k = (seen[name].reshape(9, -1, heads.d_head).transpose(0, 1) for name in (q_hook, k_hook))
     for norm in (heads.query_norm, heads.key_norm):
         assert (norm is None) == (family != "qwen3")
     if heads.query_norm is not None and heads.key_norm is not None:

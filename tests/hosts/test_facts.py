@@ -2,7 +2,7 @@
 
 import pytest
 
-from swd_lens.hosts.families import FAMILIES, facts_of, family_of, module_names
+from swd_lens.hosts.families import FAMILIES, facts_of, family_of, module_paths
 from swd_lens.hosts.sites import KINDS
 from tests import families
 from tests.micro import toy_model
@@ -10,7 +10,8 @@ from tests.micro import toy_model
 
 def test_records_name_kinds_that_there_are():
     assert all(kind in KINDS for family in FAMILIES.values() for kind in family.modules)
-    assert module_names("mlp_out") == ["mlp.c_proj", "mlp.dense_4h_to_h", "mlp.down_proj", "output.dense"]
+    names = ("mlp.c_proj", "mlp.dense_4h_to_h", "mlp.down_proj", "output.dense")
+    assert module_paths(3, "mlp_out") == [f"{blocks}.3.{name}" for blocks in ("h", "layers", "layer") for name in names]
     assert family_of("GPT2LMHeadCustomModel").packed and family_of("GPTNeoXForCausalLM").packed
     assert family_of("BertForPreTraining").encoder and family_of("HubertModel").encoder
     unknown = family_of(None)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.base.divergence import CHUNK_BYTES, Buffers, DensePredictions
-from swd_lens.base.undo import Undo
+from swd_lens.base.interrupts import Undo
 from swd_lens.hosts import fused, host_of
 from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.host import appended

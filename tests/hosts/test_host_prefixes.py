@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import swd_lens as swd
-from swd_lens.base.undo import Undo
+from swd_lens.base.interrupts import Undo
 from swd_lens.hosts import Start, host_of
 from tests import families
 from tests.hosts.test_families import relative

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swd_lens.base.errors import UnsupportedHostError
-from swd_lens.base.undo import Undo
+from swd_lens.base.interrupts import Undo
 from swd_lens.hosts import host_of
 from swd_lens.hosts.weights import stored_matrix
 from tests import families

@@ -129,8 +129,8 @@ BUGS = [
     # factorization
     Bug(
         "factorization/grams.py",
-        "Pair(gram / n, crosses[name] / n,",
-        "Pair(gram / n, crosses[name],",
+        "cross = crosses[name] / max(grams.n_routed.get(name, grams.n_tokens), 1)",
+        "cross = crosses[name]",
         "factorization/test_grams_corrected.py factorization/test_grams.py",
     ),
     Bug(

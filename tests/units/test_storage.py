@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from swd_lens.base.errors import FactorFileError
 from swd_lens.units.factors import Factors, FactorSet, write_factors
-from swd_lens.units.index import FORMAT_VERSION, entries_in
+from swd_lens.units.index import FORMAT_VERSION, read_index
 from swd_lens.units.integrity import Offsets, Origin, Probe, from_tensors, sketch
 from swd_lens.units.storage import StoredSite
 from tests.units.made import rewrite, small
@@ -226,7 +226,7 @@ def test_wrong_contents(tmp_path, changed, message):
 def test_damaged_files(tmp_path):
     FactorSet({"blocks.0.mlp_out": small()}).save(tmp_path)
     (path,) = tmp_path.glob("*.safetensors")
-    whole, entry = path.read_bytes(), entries_in(tmp_path)["blocks.0.mlp_out"]
+    whole, entry = path.read_bytes(), read_index(tmp_path)["sites"]["blocks.0.mlp_out"]
     for damaged in (whole[:-1], whole[:10], b"", bytes([*whole[:-1], whole[-1] ^ 1])):
         path.write_bytes(damaged)
         with pytest.raises(FactorFileError, match=r"is not the file that factors\.json was written with"):

@@ -32,9 +32,9 @@ from swd_lens.base import __version__
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import EditError, quoted, visible_token
 from swd_lens.base.figures import INK, literal, new_figure, style
+from swd_lens.base.interrupts import Undo
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import with_torch_defaults
-from swd_lens.base.undo import Undo
 from swd_lens.hosts import Start, host_of, require_gradients
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Site

@@ -27,11 +27,10 @@ from torch import Tensor
 from swd_lens.analysis.edit.target import Target
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import EditError, legible, quoted, visible
-from swd_lens.base.interrupts import hold_back_interrupts, joint, unparted
+from swd_lens.base.interrupts import Undo, hold_back_interrupts, joint, unparted
 from swd_lens.base.record import checked
 from swd_lens.base.sealed import read_tensors, readable, write_tensors
 from swd_lens.base.surroundings import with_torch_defaults
-from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.sites import Site
 from swd_lens.hosts.weights import stored_matrix

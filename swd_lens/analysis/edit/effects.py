@@ -29,9 +29,9 @@ from swd_lens.base.display import card, folded_settings
 from swd_lens.base.divergence import CHUNK_BYTES, kl_per_prediction
 from swd_lens.base.errors import EditError, TokenError, quoted, visible
 from swd_lens.base.figures import INK, literal, new_figure, style
+from swd_lens.base.interrupts import Undo
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import with_torch_defaults
-from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout, sites_of
 from swd_lens.hosts.predictions import TOKENS, Predictions
 from swd_lens.hosts.recording import standing_hooks

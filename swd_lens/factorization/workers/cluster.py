@@ -121,7 +121,15 @@ def _connect() -> bool:
         return False
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if address := os.environ.get("RAY_ADDRESS"):
-        _check_that_somebody_answers(address)
+        host, _, port = address.rpartition(":")
+        if port.isdigit() and "/" not in host:  # not "auto", "local", ray://...
+            # Ray itself tries for more than three minutes before it gives up.
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+            except OSError as cause:
+                raise ValueError(
+                    f"RAY_ADDRESS={address}: no Ray cluster answers there ({legible(cause)}); start it, or unset it"
+                ) from cause
         ray.init(address=address, **quiet)
         return True
     try:
@@ -129,19 +137,6 @@ def _connect() -> bool:
     except ConnectionError:  # none on this machine
         ray.init(address="local", include_dashboard=False, **quiet)
     return True
-
-
-def _check_that_somebody_answers(address: str) -> None:
-    """Ray itself tries for more than three minutes before it gives up."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit() or "/" in host:  # "auto", "local", ray://...
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-    except OSError as cause:
-        raise ValueError(
-            f"RAY_ADDRESS={address}: no Ray cluster answers there ({legible(cause)}); start it, or unset it"
-        ) from cause
 
 
 def _nodes() -> list[dict[str, Any]]:

@@ -23,7 +23,6 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 
@@ -153,17 +152,14 @@ class _Worker:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         while (task := self._inbox.get()) is not None:
-            report = self._ask(stdin, stdout, task)
+            try:
+                send(stdin, pack_task(task))
+                report = _Report(self, read_reply(receive(stdout)), over=False)
+            except (OSError, EOFError):  # the pipe broke
+                report = _Report(self, None, over=True)
+            except Exception as error:  # options that cannot be sent, no memory for the answer
+                self._process.kill()  # who knows what is left in the pipe
+                report = _Report(self, Failed(error), over=True)
             del task  # the assignment holds it, and only as long as need be
             reports.put(report)
             del report
-
-    def _ask(self, stdin: IO[bytes], stdout: IO[bytes], task: SolveTask) -> _Report:
-        try:
-            send(stdin, pack_task(task))
-            return _Report(self, read_reply(receive(stdout)), over=False)
-        except (OSError, EOFError):  # the pipe broke
-            return _Report(self, None, over=True)
-        except Exception as error:  # options that cannot be sent, no memory for the answer
-            self._process.kill()  # who knows what is left in the pipe
-            return _Report(self, Failed(error), over=True)

@@ -11,7 +11,7 @@
    Both ask `__reduce_ex__`; what only a pickle looks at is the `_Ticket` in `OnlyCopied`'s answer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,20 +35,12 @@ from swd_lens.hosts.bridge.leaves import (
     unmount,
     whole_mlp,
 )
-from swd_lens.hosts.bridge.norms import (
-    affine_of,
-    affine_of_norm,
-    has_value_bias,
-    is_folded,
-    read_through,
-    scale_of,
-    written_through,
-)
+from swd_lens.hosts.bridge.norms import BridgeNorms, scale_of
 from swd_lens.hosts.bridge.running import BridgeRuns
 from swd_lens.hosts.families import facts_of
-from swd_lens.hosts.host import Affine, Host, Register, Use, is_centered, matrix_entries, require_matrix, require_unattached
+from swd_lens.hosts.host import Register, Use, matrix_entries, require_matrix, require_unattached
 from swd_lens.hosts.language import packed_in
-from swd_lens.hosts.sites import KINDS, PACKED, RESIDUAL_MATRICES, BlockShapes, Site, base_kind
+from swd_lens.hosts.sites import PACKED, BlockShapes, Site
 from swd_lens.hosts.weights import Shadow, refusals, shadow_methods, while_wanted
 
 # Models whose matrices were looked at, with the shapes found then: what is no site is reported once.
@@ -58,8 +50,8 @@ _LEFT = 0.01
 _REWRITES_WEIGHTS = ("enable_compatibility_mode", "process_weights", "load_state_dict", "init_weights")
 
 
-class BridgeHost(BridgeRuns, Host):
-    """See `swd_lens.hosts.Host`; how it runs is in running.py."""
+class BridgeHost(BridgeRuns, BridgeNorms):
+    """See `swd_lens.hosts.Host`; how it runs is in running.py, what of it folds in norms.py."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -119,27 +111,7 @@ class BridgeHost(BridgeRuns, Host):
             return [leaves[site.kind]]
         return [leaves[kind] for kind in PACKED[site.kind]]
 
-    # ------------------------------------------------------------------ weight processing
-
-    def affine(self, site: Site) -> Affine | None:
-        return affine_of(self.model, site)
-
-    def norm_before(self, site: Site) -> Affine | None:
-        return read_through(self.model.blocks[site.layer], base_kind(site.kind))
-
-    def norm_behind(self, site: Site) -> nn.Module | None:
-        return written_through(self.model.blocks[site.layer], base_kind(site.kind))
-
-    def processing(self) -> dict[str, bool]:
-        kinds = {site: base_kind(site.kind) for site in self.sites()}
-        writes = [site for site, kind in kinds.items() if site.layer == 0 and kind in RESIDUAL_MATRICES]
-        reads = [site for site, kind in kinds.items() if kind in KINDS and kind not in RESIDUAL_MATRICES]
-        return {
-            "fold_ln": is_folded(self.model, reads),
-            "center_writing_weights": all(is_centered(self.weight(site)) for site in writes),
-            "fold_value_biases": not any(has_value_bias(block) for block in self.model.blocks),
-            "compatibility_mode": bool(self.model.compatibility_mode),
-        }
+    # ------------------------------------------------------------------ while something is attached or measured
 
     def fuse_attention(self, register: Register) -> bool:
         attentions = [block._modules.get("attn") for block in self.model.blocks]
@@ -148,17 +120,10 @@ class BridgeHost(BridgeRuns, Host):
             fused.cover(attn, masks, register)
         return bool(attentions)
 
-    def share_prefix(self, register: Register) -> bool:
-        return False
-
-    def join_prefixes(self, prefixes: Sequence[Any]) -> Any:
-        return None
-
     def guard(self, reason: str, register: Register) -> None:
         # model.W_Q, ..., model.W_out and all that is made of them go through one method, in both versions.
-        stacks = {"_stack_block_params": lambda: _StackedWeights(self.model), "get_params": _Parameters}
-        sent = {"__reduce_ex__": lambda: OnlyCopied(self.model)}
-        shadow_methods(self.model, refusals(_REWRITES_WEIGHTS, reason) | stacks | sent, register)
+        own = {"_stack_block_params": _StackedWeights, "get_params": _Parameters, "__reduce_ex__": OnlyCopied}
+        shadow_methods(self.model, refusals(_REWRITES_WEIGHTS, reason) | own, register)
 
     # ------------------------------------------------------------------ reading
 
@@ -222,17 +187,24 @@ class BridgeHost(BridgeRuns, Host):
             )
         return None if norm is None else scale_of(norm), unembed.W_U.detach().float()
 
-    def norm_affine(self, norm: nn.Module) -> Affine:
-        return affine_of_norm(norm)
-
     # ------------------------------------------------------------------ swapping
 
     def is_swapped(self, site: Site) -> bool:
         return any(mounted_site(leaf) == site.name for leaf in self._leaves(site))
 
     def swap(self, site: Site, projection: nn.Module, hook: Any, register: Register) -> None:
-        self._refuse(site)
-        leaves, block, attribute = self._leaves(site), self.model.blocks[site.layer], site.hook_name.rpartition(".")[2]
+        block = self.model.blocks[site.layer]
+        swappable = (*leaves_of_block(block)[0].values(), whole_mlp(block))
+        require_unattached(site, {mounted_site(module) for module in swappable if module is not None})
+        reads = ("use_split_qkv_input", "use_attn_in")
+        flags = {"attn_o": ("use_attn_result",), **dict.fromkeys(("attn_qkv", *PACKED["attn_qkv"]), reads)}
+        for flag in flags.get(site.kind, ()):
+            if getattr(self.model.cfg, flag, False):
+                raise UnsupportedHostError(
+                    f"cfg.{flag} is on: {site.name} would be computed head by head instead of as one vector per position. "
+                    f"Call model.set_{flag}(False) first."
+                )
+        leaves, attribute = self._leaves(site), site.hook_name.rpartition(".")[2]
         mounted = projection if len(leaves) == 1 else Packed(projection, leaves)
         rows = Rows()
         registries = ((block._modules, attribute), (block._hook_registry, attribute), (self.model._hook_registry, site.hook_name))
@@ -261,19 +233,6 @@ class BridgeHost(BridgeRuns, Host):
             names[name] = module
         mount(leaves, mounted, site.name, rows)
 
-    def _refuse(self, site: Site) -> None:
-        block = self.model.blocks[site.layer]
-        swappable = (*leaves_of_block(block)[0].values(), whole_mlp(block))
-        require_unattached(site, {mounted_site(module) for module in swappable if module is not None})
-        reads = ("use_split_qkv_input", "use_attn_in")
-        flags = {"attn_o": ("use_attn_result",), **dict.fromkeys(("attn_qkv", *PACKED["attn_qkv"]), reads)}
-        for flag in flags.get(site.kind, ()):
-            if getattr(self.model.cfg, flag, False):
-                raise UnsupportedHostError(
-                    f"cfg.{flag} is on: {site.name} would be computed head by head instead of as one vector per position. "
-                    f"Call model.set_{flag}(False) first."
-                )
-
 
 # ---------------------------------------------------------------------------------------------- helpers
 
@@ -281,21 +240,17 @@ class BridgeHost(BridgeRuns, Host):
 class _StackedWeights(Shadow):
     """Stand in for `_stack_block_params`: refuse where a matrix is attached, whose layer upstream would leave out."""
 
-    def __init__(self, model: Any):
-        super().__init__()
-        self.model = model
-
     def __call__(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         component, _, parameter = attr_path.partition(".")
         kind = f"{component}_{parameter.removeprefix('W_').lower()}"
-        for block in self.model.blocks:
+        for block in self.owner.blocks:
             leaf = leaves_of_block(block)[0].get(kind) if parameter.startswith("W_") else None
             if leaf is not None and mounted_site(leaf) is not None:
                 raise RuntimeError(
                     f"model.{legible(parameter)} was read while {mounted_site(leaf)} is attached: its dense weight is not "
                     "in use. Detach first, or read the factors: factors[site].read @ factors[site].write"
                 )
-        return type(self.model)._stack_block_params(self.model, attr_path, *args, **kwargs)
+        return type(self.owner)._stack_block_params(self.owner, attr_path, *args, **kwargs)
 
 
 class _Parameters(Shadow):
@@ -312,13 +267,9 @@ class _Parameters(Shadow):
 class OnlyCopied(Shadow):
     """`__reduce_ex__` of a bridge that can be copied and not pickled."""
 
-    def __init__(self, model: Any):
-        super().__init__()
-        self.model = model
-
     def __call__(self, protocol: Any) -> tuple[Any, ...]:
-        _, _, *state = object.__reduce_ex__(self.model, 4)
-        return _empty, (type(self.model), _Ticket()), *state
+        _, _, *state = object.__reduce_ex__(self.owner, 4)
+        return _empty, (type(self.owner), _Ticket()), *state
 
 
 class _Ticket:

@@ -28,13 +28,6 @@ def to_run_on(cache: Any, from_layer: int = 0) -> Any:
     return copied
 
 
-def empty_cache(model: Any) -> Any:
-    """A cache to run on from the first position, of the layers that this model's own would have."""
-    from transformers import DynamicCache  # at its use: slow to import
-
-    return DynamicCache(config=model.config)
-
-
 def joined(earlier: Any, cache: Any, layer: int) -> Any:
     """A cache for runs of the blocks from `layer` on; the blocks before it keep the shapes that `earlier` has."""
     copied = copy.copy(cache)

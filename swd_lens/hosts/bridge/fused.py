@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import (
     AttentionBridge,
@@ -52,8 +52,8 @@ class _Fused(Shadow):
 
     method: str
 
-    def __init__(self, attn: Any, masks: Masks):
-        super().__init__()
+    def __init__(self, masks: Masks, attn: Any):
+        super().__init__(attn)
         self.attn, self.masks = attn, masks
 
     def plainly(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,14 +62,11 @@ class _Fused(Shadow):
     def can_run(self, mask: Tensor | None) -> bool:
         """Whether nobody looks inside, and there is nothing inside but what is computed."""
         attn, config = self.attn, self.attn.config
-        inner = [point for name, point in _points(attn) if name not in ("hook_in", "hook_out")]
+        points = {name: child for name, child in attn._modules.items() if isinstance(child, HookPoint)}
+        inner = [point for name, point in points.items() if name not in ("hook_in", "hook_out")]
         split = any(getattr(config, flag, False) for flag in _SPLIT_BY_HEAD)
         whole = mask is None or (mask.ndim == 4 and (mask.is_floating_point() or mask.dtype == torch.bool))
         return whole and not (split or attn.training or is_hooked(*inner))
-
-
-def _points(attn: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, child) for name, child in attn._modules.items() if isinstance(child, HookPoint)]
 
 
 class _Delegated(_Fused):
@@ -139,4 +136,4 @@ def can_fuse(attn: Any) -> bool:
 def cover(attn: Any, masks: Masks, register: Callable[[Any], object]) -> None:
     """Have the component compute its attention fused until the undo."""
     kind = _FUSED[type(attn)]
-    shadow_methods(attn, {kind.method: partial(kind, attn, masks)}, register)
+    shadow_methods(attn, {kind.method: partial(kind, masks)}, register)

@@ -64,13 +64,10 @@ class Rows:
             del block._forward_pre_hooks[key]
             block._forward_pre_hooks_with_kwargs.pop(key, None)
 
-    def are_flat_in(self, h: Float[Tensor, "*batch d"]) -> bool:
-        """Whether the block has made one axis of its batch and positions."""
-        return h.ndim == 2 and len(self.shape) == 2 and h.shape[0] == self.shape[0] * self.shape[1]
-
     def apart(self, h: Float[Tensor, "*flat d"]) -> Float[Tensor, "*batch d"]:
-        """With batch and positions each in its axis."""
-        return h.unflatten(0, self.shape) if self.are_flat_in(h) else h
+        """With batch and positions each in its axis; h itself, where the block has not made one axis of them."""
+        is_flat = h.ndim == 2 and len(self.shape) == 2 and h.shape[0] == self.shape[0] * self.shape[1]
+        return h.unflatten(0, self.shape) if is_flat else h
 
 
 # ---------------------------------------------------------------------------------------------- one leaf
@@ -81,14 +78,12 @@ def _with_projection(plain: Any, name: str) -> type:
 
     class Factored(plain):
         def forward(self, h: Tensor) -> Tensor:
-            if self.unit_rows.are_flat_in(h):
-                return self._units(self.unit_rows.apart(h)).flatten(0, 1)
-            return self._units(h)
-
-        def _units(self, h: Tensor) -> Tensor:
+            apart = self.unit_rows.apart(h)
             if isinstance(self.unit_projection, Packed):
-                return self.unit_projection.take(self.unit_part, h)
-            return self.unit_projection(h, self.bias, lambda h: _dense(self, h))
+                y = self.unit_projection.take(self.unit_part, apart)
+            else:
+                y = self.unit_projection(apart, self.bias, lambda h: _dense(self, h))
+            return y if apart is h else y.flatten(0, 1)
 
         def __getattr__(self, name: str) -> Any:
             # An AttributeError, because upstream probes for weights: getattr(o, "weight", None) in
@@ -215,8 +210,13 @@ class Packed(nn.Module):
 
     def take(self, part: int, h: Tensor) -> Tensor:
         if self.h is None or part not in self.slices:
-            self.slices = dict(enumerate(self._run(h).split(self.widths, dim=-1)))
-            self.h = h
+            biases = [leaf.bias for leaf in self.leaves]
+            joint = next((bias for bias in biases if bias is not None), None)
+            if joint is not None:  # some models have a bias on some of the three only
+                sized = zip(biases, self.widths, strict=True)
+                joint = torch.cat([joint.new_zeros(n) if bias is None else bias for bias, n in sized])
+            y = self.projection(h, joint, lambda h: torch.cat([_dense(leaf, h) for leaf in self.leaves], dim=-1))
+            self.h, self.slices = h, dict(enumerate(y.split(self.widths, dim=-1)))
         elif h is not self.h and not torch.equal(h, self.h):
             # Backward hooks upstream copy the tensor, so equal values are enough.
             self._drop()
@@ -229,17 +229,6 @@ class Packed(nn.Module):
         if not self.slices:
             self._drop()
         return taken
-
-    def _run(self, h: Tensor) -> Tensor:
-        return self.projection(h, self._bias(), lambda h: torch.cat([_dense(leaf, h) for leaf in self.leaves], dim=-1))
-
-    def _bias(self) -> Tensor | None:
-        biases = [leaf.bias for leaf in self.leaves]
-        if all(bias is None for bias in biases):
-            return None
-        # Some models have a bias on some of the three only.
-        like = next(bias for bias in biases if bias is not None)
-        return torch.cat([like.new_zeros(n) if b is None else b for b, n in zip(biases, self.widths, strict=True)])
 
 
 # ---------------------------------------------------------------------------------------------- where they are

@@ -6,7 +6,6 @@
 3. attn_o's input holds the constant part of the values, which folds into its bias.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,43 +13,60 @@ from torch import Tensor, nn
 from transformer_lens.model_bridge.generalized_components import NormalizationBridge, ParallelBlockBridge
 
 from swd_lens.hosts.bridge.leaves import leaves_of_block, matrix
-from swd_lens.hosts.host import Affine, value_constant
+from swd_lens.hosts.host import Affine, Host, is_centered, value_constant
 from swd_lens.hosts.sites import KINDS, READS_ATTENTION_INPUT, RESIDUAL_MATRICES, Site, base_kind
 
 
-def affine_of(model: Any, site: Site) -> Affine | None:
-    """See `swd_lens.hosts.Host.affine`."""
-    block = model.blocks[site.layer]
-    kind = base_kind(site.kind)
-    if kind == "mlp_out":
-        return Affine()
-    if kind not in KINDS:  # which norm it reads, if any, is not known
-        return None
-    if site.kind == "attn_o":
-        return _constant_input(model, block, site.d_in)
-    norm = _norm_before(block, kind)
-    # Not supported by the adapter: norms that follow the matrices (BERT), linear attention (Qwen3.5).
-    if not isinstance(norm, NormalizationBridge) or not getattr(model.adapter, "supports_fold_ln", True):
-        return None
-    return affine_of_norm(norm)
+class BridgeNorms(Host):
+    """What weight processing can fold of a TransformerBridge, and has; see `swd_lens.hosts.Host`."""
 
+    def affine(self, site: Site) -> Affine | None:
+        kind = base_kind(site.kind)
+        if kind == "mlp_out":
+            return Affine()
+        if kind not in KINDS:  # which norm it reads, if any, is not known
+            return None
+        block = self.model.blocks[site.layer]
+        if site.kind == "attn_o":
+            return _constant_input(self.model, block, site.d_in)
+        norm = _norm_before(block, kind)
+        # Not supported by the adapter: norms that follow the matrices (BERT), linear attention (Qwen3.5).
+        if not isinstance(norm, NormalizationBridge) or not getattr(self.model.adapter, "supports_fold_ln", True):
+            return None
+        return self.norm_affine(norm)
 
-def read_through(block: Any, kind: str) -> Affine | None:
-    """See `swd_lens.hosts.Host.norm_before`."""
-    if kind not in KINDS or kind in RESIDUAL_MATRICES:
-        return None
-    name = "ln1" if kind in READS_ATTENTION_INPUT else "ln2"
-    # transformer_lens 4 has OLMo 2's norms as ln1_post and ln2_post, and none before.
-    if _norms_follow(block) or (name not in block._modules and f"{name}_post" in block._modules):
-        return Affine()
-    norm = _norm_before(block, kind)
-    return None if getattr(norm, "original_component", None) is None else affine_of_norm(norm)
+    def norm_before(self, site: Site) -> Affine | None:
+        block, kind = self.model.blocks[site.layer], base_kind(site.kind)
+        if kind not in KINDS or kind in RESIDUAL_MATRICES:
+            return None
+        name = "ln1" if kind in READS_ATTENTION_INPUT else "ln2"
+        # transformer_lens 4 has OLMo 2's norms as ln1_post and ln2_post, and none before.
+        if _norms_follow(block) or (name not in block._modules and f"{name}_post" in block._modules):
+            return Affine()
+        norm = _norm_before(block, kind)
+        return None if getattr(norm, "original_component", None) is None else self.norm_affine(norm)
 
+    def norm_behind(self, site: Site) -> nn.Module | None:
+        block, name = self.model.blocks[site.layer], "ln1" if base_kind(site.kind) == "attn_o" else "ln2"
+        return block._modules.get(name if _norms_follow(block) else f"{name}_post")
 
-def written_through(block: Any, kind: str) -> nn.Module | None:
-    """See `swd_lens.hosts.Host.norm_behind`."""
-    name = "ln1" if kind == "attn_o" else "ln2"
-    return block._modules.get(name if _norms_follow(block) else f"{name}_post")
+    def norm_affine(self, norm: nn.Module) -> Affine:
+        return Affine(scale_of(norm), _shift_of(norm))
+
+    def processing(self) -> dict[str, bool]:
+        kinds = {site: base_kind(site.kind) for site in self.sites()}
+        writes = [site for site, kind in kinds.items() if site.layer == 0 and kind in RESIDUAL_MATRICES]
+        reads = [site for site, kind in kinds.items() if kind in KINDS and kind not in RESIDUAL_MATRICES]
+        # The norms of a fresh model may multiply by one as well, but were not processed.
+        norms = [_norm_before(self.model.blocks[site.layer], kinds[site]) for site in reads]
+        processed = getattr(self.model, "_weights_processed", False) or all(n is None or _weight_of(n) is None for n in norms)
+        biases = [getattr(leaves_of_block(block)[0].get("attn_v"), "bias", None) for block in self.model.blocks]
+        return {
+            "fold_ln": bool(processed) and all(self.affine(site) == Affine() for site in reads),
+            "center_writing_weights": all(is_centered(self.weight(site)) for site in writes),
+            "fold_value_biases": not any(isinstance(bias, Tensor) and bool(bias.any()) for bias in biases),
+            "compatibility_mode": bool(self.model.compatibility_mode),
+        }
 
 
 def _norms_follow(block: Any) -> bool:
@@ -60,25 +76,6 @@ def _norms_follow(block: Any) -> bool:
     """
     name = str(getattr(block._modules.get("ln1"), "name", ""))
     return name.startswith("post_") or ".output." in name
-
-
-def is_folded(model: Any, reads: Iterable[Site]) -> bool:
-    """Whether there is nothing left to fold. The norms of a fresh model multiply by one as well, but were not processed."""
-    reads = list(reads)
-    norms = [_norm_before(model.blocks[site.layer], base_kind(site.kind)) for site in reads]
-    processed = getattr(model, "_weights_processed", False) or all(n is None or _weight_of(n) is None for n in norms)
-    return bool(processed) and all(affine_of(model, site) == Affine() for site in reads)
-
-
-def has_value_bias(block: nn.Module) -> bool:
-    value = leaves_of_block(block)[0].get("attn_v")
-    bias = None if value is None else value.bias
-    return isinstance(bias, Tensor) and bool(bias.any())
-
-
-def affine_of_norm(norm: Any) -> Affine:
-    """See `swd_lens.hosts.Host.norm_affine`."""
-    return Affine(scale_of(norm), shift_of(norm))
 
 
 def scale_of(norm: Any) -> Tensor | None:
@@ -103,7 +100,7 @@ def _weight_of(norm: Any) -> Tensor | None:
     return weight if isinstance(weight, Tensor) and weight.ndim == 1 else None
 
 
-def shift_of(norm: Any) -> Tensor | None:
+def _shift_of(norm: Any) -> Tensor | None:
     """The vector that the norm adds; None where that is zero."""
     bias: Any = getattr(norm.original_component, "bias", None)
     return None if bias is None or not bias.any() else bias.detach().float()
@@ -130,7 +127,7 @@ def _constant_input(model: Any, block: Any, d_in: int) -> Affine | None:
     if gated or getattr(attn.original_component, "sinks", None) is not None:
         return None
     weight, norm = matrix(value).detach().float(), _norm_before(block, "attn_v")
-    shift = shift_of(norm) if norm is not None and getattr(model.adapter, "supports_fold_ln", True) else None
+    shift = _shift_of(norm) if norm is not None and getattr(model.adapter, "supports_fold_ln", True) else None
     bias = weight.new_zeros(weight.shape[1]) if value.bias is None else value.bias
     constant = value_constant(bias, shift, weight, int(model.cfg.d_head), d_in)
     return Affine(shift=constant) if constant.any() else Affine()

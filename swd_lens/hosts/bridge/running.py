@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from swd_lens.base.undo import Undo
-from swd_lens.hosts.bridge.cache import empty_cache, is_known, joined, repeated, to_run_on
+from swd_lens.base.interrupts import Undo
+from swd_lens.hosts.bridge.cache import is_known, joined, repeated, to_run_on
 from swd_lens.hosts.bridge.leaves import arguments_of
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.host import Begun, Start, require_before, require_kept
@@ -47,6 +47,14 @@ def with_stand_ins(model: Any, stand_ins: Sequence[StandIn], run: Callable[[], A
         raise RuntimeError("a hook ran this host in the middle of one of its runs; run it before or after, or run a copy")
     plain = [(module, type(module)) for module, _ in stand_ins]
 
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[_ATTRIBUTE](*args, **kwargs)
+
+    for _, former in plain:
+        if former not in _STANDING_IN:
+            _STANDING_IN[former] = type(former.__name__, (former,), {"__call__": call})
+            _PLAIN[_STANDING_IN[former]] = former
+
     def restore() -> None:
         for module, former in plain:
             module.__class__ = former
@@ -57,18 +65,8 @@ def with_stand_ins(model: Any, stand_ins: Sequence[StandIn], run: Callable[[], A
         undo.push(restore)
         for module, call in stand_ins:
             module.__dict__[_ATTRIBUTE] = call
-            module.__class__ = _standing_in(type(module))
+            module.__class__ = _STANDING_IN[type(module)]
         return run()
-
-
-def _standing_in(plain: type) -> type:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[_ATTRIBUTE](*args, **kwargs)
-
-    if plain not in _STANDING_IN:
-        _STANDING_IN[plain] = type(plain.__name__, (plain,), {"__call__": call})
-        _PLAIN[_STANDING_IN[plain]] = plain
-    return _STANDING_IN[plain]
 
 
 def _call_itself(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -198,11 +196,10 @@ class BridgeRuns:
     def begin(self, tokens: Int[Tensor, "batch pos"], layer: int) -> Begun | None:
         if tokens.shape[1] == 1 or not self._keeps_cache():
             return None
-        cache = empty_cache(self.model.original_model)
+        from transformers import DynamicCache  # at its use: slow to import
 
-        def run() -> None:
-            self._run(tokens[:, :-1], use_cache=True, past_key_values=cache)
-
+        cache: Any = DynamicCache(config=self.model.original_model.config)  # of the layers that the model's own would have
+        run = partial(self._run, tokens[:, :-1], use_cache=True, past_key_values=cache)
         with torch.no_grad():
             try:
                 with_stand_ins(self.model, stopping(self.model, layer), run)

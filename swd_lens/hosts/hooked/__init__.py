@@ -98,9 +98,6 @@ class HookedTransformerHost(HookedRuns, Host):
             names = [f"_{name.upper()}" if f"_{name.upper()}" in kept else name.upper() for name in names]
         return [(kept, name) for name in names if name in kept]
 
-    def stores_transposed(self, site: Site) -> bool:
-        return False
-
     def affine(self, site: Site) -> Affine | None:
         block, cfg = self.model.blocks[site.layer], self.model.cfg
         if site.kind == "attn_o":
@@ -109,10 +106,10 @@ class HookedTransformerHost(HookedRuns, Host):
             shift = None if norm is None else norm.shift
             return Affine(shift=value_constant(bias, shift, self.weight(value), cfg.d_head, site.d_in))
         if site.kind == "mlp_out":
-            return _affine_of(getattr(block.mlp, "ln", None)) if cfg.is_layer_norm_activation() else Affine()
+            return self.norm_affine(getattr(block.mlp, "ln", None)) if cfg.is_layer_norm_activation() else Affine()
         if cfg.original_architecture in POST_NORM_ARCHITECTURES:
             return None  # the norm follows the matrices: nothing can be folded into them
-        return _affine_of(block.ln1 if site.kind in READS_ATTENTION_INPUT else block.ln2)
+        return self.norm_affine(block.ln1 if site.kind in READS_ATTENTION_INPUT else block.ln2)
 
     def norm_before(self, site: Site) -> Affine | None:
         if site.kind in RESIDUAL_MATRICES:
@@ -178,10 +175,12 @@ class HookedTransformerHost(HookedRuns, Host):
             register(getattr(block.attn, f"hook_{_PARTS[kind].lower()}").register_forward_hook(gather).remove)
 
     def readout(self) -> tuple[Float[Tensor, " d_model"] | None, Float[Tensor, "d_model vocab"]]:
-        return _affine_of(getattr(self.model, "ln_final", None)).scale, self.model.W_U.detach().float()
+        return self.norm_affine(getattr(self.model, "ln_final", None)).scale, self.model.W_U.detach().float()
 
-    def norm_affine(self, norm: nn.Module) -> Affine:
-        return _affine_of(norm)
+    def norm_affine(self, norm: Any) -> Affine:
+        # LayerNormPre and RMSNormPre have neither weight nor bias, RMSNorm no bias.
+        weight, bias = getattr(norm, "w", None), getattr(norm, "b", None)
+        return Affine(*(None if t is None else t.detach().float() for t in (weight, bias)))
 
     # ------------------------------------------------------------------ swapping
 
@@ -272,9 +271,3 @@ class HookedTransformerHost(HookedRuns, Host):
 
 def _flat(weight: Float[Tensor, "head d_in d_head"]) -> Float[Tensor, "d_in d_out"]:
     return einops.rearrange(weight, "head d_in d_head -> d_in (head d_head)")
-
-
-def _affine_of(norm: Any) -> Affine:
-    """Weight and bias of a TransformerLens norm; LayerNormPre and RMSNormPre have neither, RMSNorm no bias."""
-    weight, bias = getattr(norm, "w", None), getattr(norm, "b", None)
-    return Affine(*(None if t is None else t.detach().float() for t in (weight, bias)))

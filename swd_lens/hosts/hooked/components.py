@@ -133,7 +133,23 @@ def _qkv(attn: Any, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             f"cfg.{legible(flag)} was switched on while units read the attention's input; detach first, or switch it off: "
             f"model.set_{legible(flag)}(False)"
         )
-    q, k, v = _packed(attn, inputs[0]) if "attn_qkv" in attn.unit_projections else _apart(attn, inputs)
+
+    def dense(part: str, h: Tensor) -> Tensor:
+        return simple_attn_linear(h, *matrices(attn, part)).flatten(-2)
+
+    biases = [matrices(attn, part)[1].flatten() for part in "QKV"]
+    if "attn_qkv" in attn.unit_projections:
+        # Without split inputs the three are equal (a normalization of one residual), so the query's speaks for all.
+        whole = lambda h: torch.cat([dense(part, h) for part in "QKV"], -1)  # noqa: E731
+        y = _project(attn, "attn_qkv", inputs[0], torch.cat(biases), whole)
+        projected = y.split([len(bias) for bias in biases], dim=-1)
+    else:
+        projected = [
+            _project(attn, f"attn_{part.lower()}", h, bias, lambda h, part=part: dense(part, h))
+            for part, h, bias in zip("QKV", inputs, biases, strict=True)
+        ]
+    d_head = attn.cfg.d_head
+    q, k, v = (einops.rearrange(y, "batch pos (head d_head) -> batch pos head d_head", d_head=d_head) for y in projected)
     if isinstance(attn, GroupedQueryAttention) and attn.cfg.ungroup_grouped_query_attention:
         k, v = (x.repeat_interleave(attn.repeat_kv_heads, dim=2) for x in (k, v))
     q, k, v = attn.hook_q(q), attn.hook_k(k), attn.hook_v(v)
@@ -141,31 +157,6 @@ def _qkv(attn: Any, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         norms: Any = (attn.q_norm, attn.k_norm)
         q, k = (attn._apply_qk_norm(x, norm) for x, norm in zip((q, k), norms, strict=True))
     return q, k, v
-
-
-def _packed(attn: Any, h: Tensor) -> list[Tensor]:
-    # Without split inputs the three are equal (a normalization of one residual), so the query's speaks for all.
-    bias = torch.cat([matrices(attn, part)[1].flatten() for part in "QKV"])
-    y = _project(attn, "attn_qkv", h, bias, lambda h: torch.cat([_dense(attn, p, h).flatten(-2) for p in "QKV"], -1))
-    widths = [matrices(attn, part)[1].numel() for part in "QKV"]
-    return [_heads(attn, part) for part in y.split(widths, dim=-1)]
-
-
-def _apart(attn: Any, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    parts = []
-    for part, h in zip("QKV", inputs, strict=True):
-        bias = matrices(attn, part)[1].flatten()
-        y = _project(attn, f"attn_{part.lower()}", h, bias, lambda h, part=part: _dense(attn, part, h).flatten(-2))
-        parts.append(_heads(attn, y))
-    return parts
-
-
-def _dense(attn: Any, part: str, h: Tensor) -> Tensor:
-    return simple_attn_linear(h, *matrices(attn, part))
-
-
-def _heads(attn: Any, y: Tensor) -> Tensor:
-    return einops.rearrange(y, "batch pos (head d_head) -> batch pos head d_head", d_head=attn.cfg.d_head)
 
 
 def matrices(attn: Any, part: str) -> tuple[Float[Tensor, "head d_in d_head"], Float[Tensor, "head d_head"]]:

@@ -87,8 +87,8 @@ class Fused:
 class _Part(Shadow):
     """Covers one of the methods."""
 
-    def __init__(self, fused: Fused, call: Callable[..., Tensor]):
-        super().__init__()
+    def __init__(self, fused: Fused, call: Callable[..., Tensor], attn: Any):
+        super().__init__(attn)
         self.fused, self.call = fused, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -98,12 +98,8 @@ class _Part(Shadow):
 class _Unembedding(Shadow):
     """Covers the unembedding's forward."""
 
-    def __init__(self, part: Any):
-        super().__init__()
-        self.part = part
-
     def __call__(self, residual: Tensor) -> Tensor:
-        part = self.part
+        part = self.owner
         return part.hook_out(F.linear(part.hook_in(residual), part.W_U.T, part.b_U))
 
 
@@ -119,7 +115,7 @@ def can_fuse(attn: Any) -> bool:
 def cover_unembedding(unembed: Any, register: Callable[[Any], object]) -> None:
     """Have the unembedding multiply by W_U where it lies until the undo."""
     if type(unembed) is Unembed:
-        shadow_methods(unembed, {"forward": lambda: _Unembedding(unembed)}, register)
+        shadow_methods(unembed, {"forward": _Unembedding}, register)
 
 
 def cover(attn: Any, register: Callable[[Any], object], whole: bool) -> None:

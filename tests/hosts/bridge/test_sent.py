@@ -33,5 +33,5 @@ def test_an_attached_bridge_is_not_pickled_and_says_what_to_do(family, send):
         for host in (bridge, twin):
             with pytest.raises(AttachError, match=r"Save the factors .* and attach there"):
                 send(host)
-        assert torch.equal(twin(TOKENS), attached) and twin.__dict__["__reduce_ex__"].model is twin
+        assert torch.equal(twin(TOKENS), attached) and twin.__dict__["__reduce_ex__"].owner is twin
     assert "__reduce_ex__" not in bridge.__dict__
