@@ -196,7 +196,10 @@ def mib(
     cfg = host.model.cfg
     graph = {"n_layers": int(cfg.n_layers), "n_heads": int(cfg.n_heads), "d_model": int(cfg.d_model)}
     graph["parallel_attn_mlp"] = bool(getattr(cfg, "parallel_attn_mlp", False))
-    values = {"f signed": _values(signed), "f absolute": _values(absolute)}
+    values = {
+        name: of.mib_values("units", _OF) if of.carries else [math.nan] * len(MIB_FRACTIONS)
+        for name, of in (("f signed", signed), ("f absolute", absolute))
+    }
     return MIBResult(
         task=task.name,
         cpr=areas(signed)["CPR"],
@@ -216,10 +219,6 @@ def mib(
 def areas(curve: CostCurve, cost: str = "units") -> dict[str, float]:
     """CPR and CMD of a curve, of the host's own margin; NaN where its units do not carry the task."""
     return curve.mib(cost, _OF) if curve.carries else {"CPR": math.nan, "CMD": math.nan}
-
-
-def _values(curve: CostCurve) -> list[float]:
-    return curve.mib_values("units", _OF) if curve.carries else [math.nan] * len(MIB_FRACTIONS)
 
 
 def node_scores(model: Any, factors: Any, scores: UnitScores) -> dict[str, float]:

@@ -177,14 +177,13 @@ class Task:
         """
         _check_fractions(validation_fraction, test_fraction)
         # Chats become texts; what is no list of prompts is refused below.
-        columns: list[Any] = [
+        texts: list[Any] = [
             [as_text(model, prompt, prepend_bos) for prompt in column]
             if isinstance(column, list | tuple) and not is_chat(column)
             else column
             for column in (prompts, corrupt)
         ]
-        prompts, corrupt = columns
-        examples = _examples(name, prompts, answers, distractors, corrupt, metric)
+        examples = _examples(name, texts[0], answers, distractors, texts[1], metric)
         again = 0
         if on_bad == "drop":  # before the split, so that all parts get their share
             different = {example.prompt: example for example in reversed(examples)}
