@@ -127,24 +127,15 @@ class Fidelity(Record):
         """One row: the model-level metrics, the CE delta's standard error where there is one, the floor of half precision, and
         site relMSE."""
         errors = list(self.relmse.values())
-        se = {} if self.ce_delta_se is None else {"CE delta se": [self.ce_delta_se]}
-        of_floor: dict[str, list[Any]] = {}
+        row: dict[str, Any] = {"CE dense": self.ce_dense, "CE": self.ce, "CE delta": self.ce_delta}
+        if self.ce_delta_se is not None:
+            row["CE delta se"] = self.ce_delta_se
+        row |= {"KL": self.kl, "top-1 agreement": self.top1_agreement}
+        row |= {"mean relMSE": sum(errors) / len(errors), "max relMSE": max(errors)}
         if self.floor is not None:
-            of_floor = {"CE delta floor": [self.floor.ce_delta], "KL floor": [self.floor.kl]}
-            of_floor["below floor"] = [", ".join(self.below_floor)]
-        return pd.DataFrame(
-            {
-                "CE dense": [self.ce_dense],
-                "CE": [self.ce],
-                "CE delta": [self.ce_delta],
-                **se,
-                "KL": [self.kl],
-                "top-1 agreement": [self.top1_agreement],
-                "mean relMSE": [sum(errors) / len(errors)],
-                "max relMSE": [max(errors)],
-                **of_floor,
-            }
-        )
+            row |= {"CE delta floor": self.floor.ce_delta, "KL floor": self.floor.kl}
+            row["below floor"] = ", ".join(self.below_floor)
+        return pd.DataFrame([row])
 
     def title(self) -> str:
         of, se = f"Fidelity of {len(self.relmse)} sites on {self.n_predictions:,} predictions", self.ce_delta_se

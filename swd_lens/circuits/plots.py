@@ -154,12 +154,11 @@ def cost_axis(axis: Any, costs: pd.Series) -> None:
         return
     smallest, largest = float(costs[costs > 0].min()), float(costs.max())
     ticks = [10.0**p for p in range(math.ceil(math.log10(smallest)), math.floor(math.log10(largest)) + 1)]
-    limits = {"x": axis.axes.set_xlim, "y": axis.axes.set_ylim}[axis.axis_name]
-    {"x": axis.axes.set_xscale, "y": axis.axes.set_yscale}[axis.axis_name]("symlog", linthresh=smallest)
+    getattr(axis.axes, f"set_{axis.axis_name}scale")("symlog", linthresh=smallest)
     axis.set_major_locator(FixedLocator([0, *(ticks or [smallest])]))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
-    limits(-smallest * 0.06, largest * 1.25)
+    getattr(axis.axes, f"set_{axis.axis_name}lim")(-smallest * 0.06, largest * 1.25)
 
 
 def compact(value: float | int) -> str:

@@ -88,15 +88,11 @@ class Refinement(Record):
 
     def table(self) -> pd.DataFrame:
         """Two rows, prefix and refined: units, edges, the threshold's value on train and validation, and on test all values."""
-        rows = pd.DataFrame(
-            {
-                "circuit": ["prefix", "refined"],
-                "units": [self.prefix.n_units, self.refined.n_units],
-                "edges": [self.prefix.n_edges, self.refined.n_edges],
-                f"{self.of} (train)": [self.train["prefix"], self.train["refined"]],
-                f"{self.of} (validation)": [self.validation["prefix"], self.validation["refined"]],
-            }
-        )
+        listed = []
+        for name, circuit in (("prefix", self.prefix), ("refined", self.refined)):
+            row = {"circuit": name, "units": circuit.n_units, "edges": circuit.n_edges}
+            listed.append(row | {f"{self.of} (train)": self.train[name], f"{self.of} (validation)": self.validation[name]})
+        rows = pd.DataFrame(listed)
         others = ("recovered", "under attack", "sufficiency", "drop", "accuracy keep")
         shown = [self.of, f"{self.of} low", f"{self.of} high", *(name for name in others if name != self.of)]
         for name in shown:

@@ -217,18 +217,15 @@ def _task(model: Any, name: str, n: int, g: torch.Generator) -> Task:
             continue
         seen.add(tuple(words))
         rows.append([_BOS, *(1 + word for word in words)])
-        answers.append(_ANSWERS[name] + _answer(name, words))
+        if name == "previous":
+            answer = words[-2]
+        elif name == "reverse":
+            answer = words[2 * MIDDLE - length - 1]  # `length` is the position of the last word: BOS stands at 0
+        elif name == "induction":
+            answer = words[words.index(words[-1]) + 1]
+        else:
+            answer = int(2 * sum(_counts(word) for word in words) < length)
+        answers.append(_ANSWERS[name] + answer)
     choices = range(_ANSWERS[name], _ANSWERS[name] + (2 if name == "fraction" else WORDS))
     distractors = [[token for token in choices if token != answer] for answer in answers]
     return Task.from_tokens(name, model, rows, answers, distractors)
-
-
-def _answer(name: str, words: list[int]) -> int:
-    last = len(words)  # the position of the last word: BOS stands at 0
-    if name == "previous":
-        return words[-2]
-    if name == "reverse":
-        return words[2 * MIDDLE - last - 1]
-    if name == "induction":
-        return words[words.index(words[-1]) + 1]
-    return int(2 * sum(_counts(word) for word in words) < last)
