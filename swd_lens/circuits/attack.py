@@ -32,7 +32,7 @@ from torch import Tensor
 
 from swd_lens.base import __version__
 from swd_lens.base.checks import bounded
-from swd_lens.base.figures import INK, new_figure, style
+from swd_lens.base.figures import new_figure, style
 from swd_lens.base.fingerprints import host_fingerprint, splits_fingerprint
 from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.progress import tqdm
@@ -172,8 +172,7 @@ class Attack(SavedRecord):
         ax.axhline(own, linewidth=1.2, label="circuit", **style(0))
         ax.plot(budgets, lowest, marker="o", markersize=4, linewidth=1.4, label="under attack", **style(1))
         ax.plot(random["budget"], random[of], marker="o", markersize=3, label="random", **(style(2) | {"linestyle": ""}))
-        ax.set_xlabel("budget: share of outside units restored", fontsize=9, color=INK)
-        ax.set_ylabel("recovered" if self.carries else "margin (logits)", fontsize=9, color=INK)
+        ax.set(xlabel="budget: share of outside units restored", ylabel="recovered" if self.carries else "margin (logits)")
         ax.legend(fontsize=8, frameon=False)
         return figure
 
@@ -272,8 +271,7 @@ def attack(
         descent: dict[str, Any] = {"steps": steps, "starts": starts, "seed": seed, "progress": progress, "parts": parts}
         found = Adversary(runner_on(split=fitted_on, keep=True), scores, valid, **descent).worst(kept, budgets)
         # 2. Judge it beside random restorations.
-        given, margins = _judged(runner_on, split, scores, kept, valid, found, n, seed, parts)
-    result = _result(given, margins, split.task, circuit, valid & ~kept, found, settings)
+        result = _judged(runner_on, split, circuit, kept, valid & ~kept, found, settings, parts)
     if folder is not None:
         result.save(folder / FILE)
     return result
@@ -299,17 +297,17 @@ def _parts(
 def _judged(
     runner_on: Callable[..., InterventionRunner],
     split: TaskSplit,
-    scores: UnitScores,
+    circuit: Circuit,
     kept: Bool[Tensor, " unit"],
-    valid: Bool[Tensor, " unit"],
+    may: Bool[Tensor, " unit"],
     found: Float[Tensor, "budget unit"],
-    n: int,
-    seed: int,
+    settings: Mapping[str, Any],
     parts: StepCache,
-) -> tuple[Float[Tensor, "run unit"], Mapping[str, Tensor]]:
-    """What each run restores, and its margins: the empty circuit, the circuit, then by budget the adversary and n random
-    restorations."""
-    dealt = torch.cat([torch.stack([of, *deal(of, valid & ~kept, n, seed + i)]) for i, of in enumerate(found)])
+) -> Attack:
+    """Run the empty circuit, the circuit, and by budget the adversary's shares (`found`) and n random restorations. may: the
+    outside units."""
+    scores, budgets, n = circuit.scores, settings["budgets"], settings["n"]
+    dealt = torch.cat([torch.stack([of, *deal(of, may, n, settings["seed"] + i)]) for i, of in enumerate(found)])
     given = torch.cat([torch.zeros(2, len(kept)), dealt])
     sets = torch.cat([torch.zeros(1, len(kept), dtype=torch.bool), kept.expand(1 + len(dealt), -1)])
 
@@ -318,32 +316,25 @@ def _judged(
         outcome, whole = runner.run(len(given), lambda rows: partial_masks(scores, sets[rows], given[rows]))
         return {"runs": outcome.margins, "full": whole.margins[0], "dense": runner.dense().margins[0]}, {}
 
-    return given, parts.tensors(("judged",), judged, lambda tensors, _: tensors)
-
-
-def _result(
-    given: Float[Tensor, "run unit"],
-    margins: Mapping[str, Tensor],
-    task: str,
-    circuit: Circuit,
-    may: Bool[Tensor, " unit"],
-    found: Float[Tensor, "budget unit"],
-    settings: Mapping[str, Any],
-) -> Attack:
-    """Recovered and sufficiency of every run. may: the outside units."""
+    margins = parts.tensors(("judged",), judged, lambda tensors, _: tensors)
     q_dense, full, empty, keep = margins["dense"], margins["full"], margins["runs"][0], margins["runs"][1:]
-    carried, budgets = Carried.of(full, empty, float(q_dense.mean())), settings["budgets"]
-    values = measured(Margins(keep, keep, full, empty, q_dense), carried, task)
-    rows = pd.DataFrame({"run": ["circuit", *(["adversary", *["random"] * settings["n"]] * len(budgets))]})
-    rows["budget"] = [0.0, *(b for b in budgets for _ in range(1 + settings["n"]))]
+    carried = Carried.of(full, empty, float(q_dense.mean()))
+    values = measured(Margins(keep, keep, full, empty, q_dense), carried, split.task)
+    rows = pd.DataFrame({"run": ["circuit", *(["adversary", *["random"] * n] * len(budgets))]})
+    rows["budget"] = [0.0, *(b for b in budgets for _ in range(1 + n))]
     rows["restored"] = (given[1:][:, may].double().mean(1)).tolist()
     columns = [f"{of}{end}" for of in ("recovered", "sufficiency") for end in ("", " low", " high")]
     rows = pd.concat([rows, values[[*columns, "q keep"]]], axis=1)
+    shares, names = [], scores.ranking()
+    for budget, of in zip(budgets, found, strict=True):
+        order = torch.sort(of, descending=True, stable=True).indices.tolist()
+        some = [i for i in order if float(of[i]) > 0]
+        shares += [{"budget": budget, "unit": "/".join(map(str, names[i])), "share": float(of[i])} for i in some]
     return Attack(
         rows,
-        _shares(circuit.scores, budgets, found),
-        task,
-        surface_name(circuit.scores.scores),
+        pd.DataFrame(shares, columns=["budget", "unit", "share"]),
+        split.task,
+        surface_name(scores.scores),
         carried.q_dense,
         float(full.mean()),
         float(empty.mean()),
@@ -364,16 +355,6 @@ def _budgets(budget: float | int | Sequence[float]) -> list[float]:
     for each in given:
         bounded("budget, a share of the outside units,", each, 0, 1, whole=False)
     return sorted({float(each) for each in given})
-
-
-def _shares(scores: UnitScores, budgets: Sequence[float], found: Float[Tensor, "budget unit"]) -> pd.DataFrame:
-    """`Attack.shares`."""
-    rows, names = [], scores.ranking()
-    for budget, shares in zip(budgets, found, strict=True):
-        order = torch.sort(shares, descending=True, stable=True).indices.tolist()
-        some = [i for i in order if float(shares[i]) > 0]
-        rows += [{"budget": budget, "unit": "/".join(map(str, names[i])), "share": float(shares[i])} for i in some]
-    return pd.DataFrame(rows, columns=["budget", "unit", "share"])
 
 
 # ---------------------------------------------------------------------------------------------- the adversary
@@ -446,7 +427,6 @@ class Adversary:
         self.steps, self.starts, self.progress = steps, starts, progress
         self.parts = StepCache(None) if parts is None else parts
         self.generator = torch.Generator().manual_seed(seed)
-        self.ranks = scores.ranks()
 
     def worst(self, kept: Bool[Tensor, " unit"], budgets: Sequence[float]) -> Float[Tensor, "budget unit"]:
         """The shares of the lowest margin found at each budget, rising; all zero where nothing is lower than the circuit."""
@@ -478,8 +458,12 @@ class Adversary:
     ) -> dict[str, Tensor]:
         """One step of the descent: the shares of every run, and of each budget the lowest margin and its shares so far."""
         shares, n_budgets = at["shares"], len(at["lowest"])
-        q, gradient = self._margins(kept, shares)
-        of_budgets = q.view(n_budgets, self.starts)
+        sets = kept.expand(len(shares), -1)
+        margins, by_site = self.runner.gradients(lambda rows: partial_masks(self.scores, sets[rows], shares[rows]), len(shares))
+        gradient = torch.zeros_like(shares)
+        for site, ranks in self.scores.ranks().items():
+            gradient[:, ranks - 1] = -by_site[site]  # a share restores, a mask moves away
+        of_budgets = margins.mean(1).view(n_budgets, self.starts)
         first = of_budgets.argmin(1)
         lower = of_budgets.min(1).values < at["lowest"]
         lowest = torch.where(lower, of_budgets.min(1).values, at["lowest"])
@@ -491,14 +475,3 @@ class Adversary:
         scale = harm.gather(1, (most.ceil().long() - 1).clamp(min=0)[:, None]).clamp(min=1e-3 * harm[:, :1]).clamp(min=1e-30)
         shares = project((shares - (length * gradient / scale).clamp(-1, 1)) * may, most)
         return {"shares": shares, "lowest": lowest, "best": best}
-
-    def _margins(
-        self, kept: Bool[Tensor, " unit"], shares: Float[Tensor, "run unit"]
-    ) -> tuple[Float[Tensor, " run"], Float[Tensor, "run unit"]]:
-        """Mean margins, and their gradient by the shares."""
-        sets = kept.expand(len(shares), -1)
-        margins, by_site = self.runner.gradients(lambda rows: partial_masks(self.scores, sets[rows], shares[rows]), len(shares))
-        gradient = torch.zeros_like(shares)
-        for site, ranks in self.ranks.items():
-            gradient[:, ranks - 1] = -by_site[site]  # a share restores, a mask moves away
-        return margins.mean(1), gradient

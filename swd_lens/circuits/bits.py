@@ -49,23 +49,22 @@ def unit_bits_of(units: Mapping[str, Units]) -> dict[str, Float[Tensor, " _unit"
     show none, every output behind W. A source that says its edges by itself has one support of `possible_edges` places where it
     says how many there are, else of d_in + d_out.
     """
-    return {site: _bits(of_site) for site, of_site in units.items()}
-
-
-def _bits(units: Units) -> Float[Tensor, " unit"]:
-    if isinstance(units, Factors):
-        if units.settings.get("edges") == "dense":
-            reads, writes = (torch.full((units.n_units,), size) for size in (units.d_in, units.d_out))
+    bits: dict[str, Tensor] = {}
+    for site, of_site in units.items():
+        if isinstance(of_site, Factors):
+            if of_site.settings.get("edges") == "dense":
+                reads, writes = (torch.full((of_site.n_units,), size) for size in (of_site.d_in, of_site.d_out))
+            else:
+                reads, writes = (of_site.read != 0).sum(0), (of_site.write != 0).sum(1)
+            of_units = unit_bits(reads, writes, of_site.d_in, of_site.d_out)
+        elif isinstance(of_site, CoderUnits) and not of_site.says_its_edges:
+            of_units = unit_bits(*of_site.edges_by_side(), of_site.d_read, of_site.d_out)
         else:
-            reads, writes = (units.read != 0).sum(0), (units.write != 0).sum(1)
-        bits = unit_bits(reads, writes, units.d_in, units.d_out)
-    elif isinstance(units, CoderUnits) and not units.says_its_edges:
-        bits = unit_bits(*units.edges_by_side(), units.d_read, units.d_out)
-    else:
-        edges = units.edges_per_unit.cpu()
-        places = getattr(getattr(units, "coder", units), "possible_edges", units.d_in + units.d_out)
-        bits = _log2_binomial(max([int(places), *edges.tolist()]), edges) + VALUE_BITS * edges.double()
-    return torch.where(units.valid_units.cpu(), bits, 0.0)
+            edges = of_site.edges_per_unit.cpu()
+            places = getattr(getattr(of_site, "coder", of_site), "possible_edges", of_site.d_in + of_site.d_out)
+            of_units = _log2_binomial(max([int(places), *edges.tolist()]), edges) + VALUE_BITS * edges.double()
+        bits[site] = torch.where(of_site.valid_units.cpu(), of_units, 0.0)
+    return bits
 
 
 def _log2_binomial(n: int, k: Int[Tensor, " unit"]) -> Float[Tensor, " unit"]:

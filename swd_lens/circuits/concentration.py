@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from swd_lens.base.record import Record
 from swd_lens.base.shares import fewest_with
@@ -96,7 +94,18 @@ def concentration(
     require_no_dropout(model)
     require_gradients(model)
     split, about = text_predictions(model, tokens, n_predictions, context, seed, exclude)
-    costs = _costs(model, factors, split, float(share))
+    host, of_parts = host_of(model), []
+    with attach(model, factors) as attachment:
+        units, sites = attachment.factors, attachment.sites
+        fast_forward = find_fast_forward(host, sites, units, split, "scoring", known=False, dense=None)
+        means = Means(host, sites, split, "scoring", "scoring", _BATCH)
+        training = TrainingPass(host, units, fast_forward, means, steps=1)
+        edges = torch.cat([units[site.name].edges_per_unit.cpu() for site in sites])
+        for bucket in split.buckets(_BATCH):
+            of_site = first_order(training, bucket)
+            positive = torch.cat([of_site[site.name] for site in sites], 1).clamp(min=0)
+            of_parts.append(fewest_with(float(share), positive, edges).double())
+    costs = torch.cat(of_parts)  # (prediction, 2): edges and units; 0 where no unit contributes
     costs = costs[costs[:, 0] > 0]
     if len(costs) < 2:
         raise ValueError(
@@ -104,9 +113,9 @@ def concentration(
             "sites do something"
         )
     logs = costs.log()
-    edges, units = logs.mean(0).exp().tolist()
+    n_edges, n_units = logs.mean(0).exp().tolist()
     settings = {"context": context, "seed": seed, **about}
-    return Concentration(edges, units, float(logs[:, 0].std() / len(logs) ** 0.5), float(share), len(logs), settings)
+    return Concentration(n_edges, n_units, float(logs[:, 0].std() / len(logs) ** 0.5), float(share), len(logs), settings)
 
 
 def text_predictions(
@@ -147,19 +156,3 @@ def text_predictions(
     others = logits.scatter(1, answers[:, None], float("-inf")).argmax(1)
     right, wrong = ([(token,) for token in of.tolist()] for of in (answers, others))
     return split_of_ids("text", "test", model, list(prompts), right, wrong), about
-
-
-def _costs(model: Any, factors: Any, split: TaskSplit, share: float) -> Float[Tensor, "prediction 2"]:
-    """Edges and units of the fewest units with the share of a prediction's positive contributions; 0 where there are none."""
-    host, costs = host_of(model), []
-    with attach(model, factors) as attachment:
-        units, sites = attachment.factors, attachment.sites
-        fast_forward = find_fast_forward(host, sites, units, split, "scoring", known=False, dense=None)
-        means = Means(host, sites, split, "scoring", "scoring", _BATCH)
-        training = TrainingPass(host, units, fast_forward, means, steps=1)
-        edges = torch.cat([units[site.name].edges_per_unit.cpu() for site in sites])
-        for bucket in split.buckets(_BATCH):
-            of_site = first_order(training, bucket)
-            positive = torch.cat([of_site[site.name] for site in sites], 1).clamp(min=0)
-            costs.append(fewest_with(share, positive, edges).double())
-    return torch.cat(costs)

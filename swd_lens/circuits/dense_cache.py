@@ -24,8 +24,6 @@ from swd_lens.hosts import Begun, Host
 from swd_lens.tasks.task import Task, TaskSplit
 from swd_lens.units.unit_set import require_made_for
 
-_SCORES, _MEANS, _EDGES, _BITS, _MARGINS = "scores", "means", "edges", "bits", "margins"
-
 
 def kept_scores(parts: StepCache, key: Key, make: Callable[[], UnitScores], units: Mapping[str, Any] | None = None) -> UnitScores:
     """Scores of a part, made now or finished earlier. Raises ResumeError: the part is damaged, or of other factors than these
@@ -35,7 +33,7 @@ def kept_scores(parts: StepCache, key: Key, make: Callable[[], UnitScores], unit
 
     def part() -> tuple[dict[str, Tensor], dict[str, Any]]:
         scores = make()
-        tensors = _named(_SCORES, scores.scores) | _named(_MEANS, scores.means)
+        tensors = _named("scores", scores.scores) | _named("means", scores.means)
         heads = {site: [list(head) for head in of_site] for site, of_site in scores.heads.items()}
         return tensors, {"sites": list(scores.scores), "settings": dict(scores.settings), "heads": heads}
 
@@ -46,12 +44,12 @@ def kept_scores(parts: StepCache, key: Key, make: Callable[[], UnitScores], unit
         n_units = checked("UnitScores", values["settings"], settings)["units"]
         require_equal("UnitScores", "sites", sorted(values["sites"]), sorted(n_units))
         for site in values["sites"]:
-            _require_tensor(tensors, f"{_SCORES}/{site}", (n_units[site],))
-            _require_tensor(tensors, f"{_MEANS}/{site}", (..., n_units[site]))
-        by_site = {what: {site: tensors[f"{what}/{site}"] for site in values["sites"]} for what in (_SCORES, _MEANS)}
+            _require_tensor(tensors, f"scores/{site}", (n_units[site],))
+            _require_tensor(tensors, f"means/{site}", (..., n_units[site]))
+        by_site = {what: {site: tensors[f"{what}/{site}"] for site in values["sites"]} for what in ("scores", "means")}
         if units is not None:
             require_made_for(units, values["settings"], "the ranking there")
-        return UnitScores(by_site[_SCORES], by_site[_MEANS], values["settings"], values["heads"])
+        return UnitScores(by_site["scores"], by_site["means"], values["settings"], values["heads"])
 
     return parts.tensors(key, part, read)
 
@@ -63,18 +61,18 @@ def kept_curve(parts: StepCache, key: Key, scores: UnitScores, make: Callable[[]
 
     def part() -> tuple[dict[str, Tensor], dict[str, Any]]:
         curve = make()
-        tensors = _named(_EDGES, curve.edges) | _named(_BITS, curve.bits) | _named(_MARGINS, curve.margins)
+        tensors = _named("edges", curve.edges) | _named("bits", curve.bits) | _named("margins", curve.margins)
         return tensors, {"sites": list(curve.edges), "margins": list(curve.margins), "curve": curve.as_dict()}
 
     def read(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> CostCurve:
         require_equal("CostCurve", "sites", sorted(values["sites"]), sorted(scores.scores))
         for site, of_site in scores.scores.items():
-            _require_tensor(tensors, f"{_EDGES}/{site}", tuple(of_site.shape), floating=False)
-            _require_tensor(tensors, f"{_BITS}/{site}", tuple(of_site.shape))
+            _require_tensor(tensors, f"edges/{site}", tuple(of_site.shape), floating=False)
+            _require_tensor(tensors, f"bits/{site}", tuple(of_site.shape))
         for name in values["margins"]:
-            _require_tensor(tensors, f"{_MARGINS}/{name}", (..., tensors[f"{_MARGINS}/dense"].numel()))
-        edges, bits = ({site: tensors[f"{part}/{site}"] for site in values["sites"]} for part in (_EDGES, _BITS))
-        margins = {name: tensors[f"{_MARGINS}/{name}"] for name in values["margins"]}
+            _require_tensor(tensors, f"margins/{name}", (..., tensors["margins/dense"].numel()))
+        edges, bits = ({site: tensors[f"{part}/{site}"] for site in values["sites"]} for part in ("edges", "bits"))
+        margins = {name: tensors[f"margins/{name}"] for name in values["margins"]}
         found = {"scores": scores, "edges": edges, "bits": bits, "margins": margins}
         return replace(CostCurve.from_dict(values["curve"]), **found)
 

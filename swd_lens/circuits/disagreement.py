@@ -106,7 +106,7 @@ class Disagreement(SavedRecord):
             ax.set_xticks(list(places), rows["of"].tolist())
             ax.set_yscale("log")
             ax.set_title(f"{name} ({int(rows['predictions'].iloc[0]):,})", fontsize=9, color=INK)
-        axes[0, 0].set_ylabel("KL (nats)", fontsize=9, color=INK)
+        axes[0, 0].set_ylabel("KL (nats)")
         axes[0, 0].legend(fontsize=8, frameon=False)
         return figure
 
@@ -181,19 +181,24 @@ def disagreement(
     warn_without_bos(model, stream, "held-out tokens")
     units, dense = UnitSet.of(model, factors), DenseCache() if dense is None else dense
     size = batch_size or max(1, _TOKENS // rows.shape[1])
-    found = _Measured(units, rows, counted, size, dense, n, seed, progress)
+    kl, ce, relmse = _measured(units, rows, counted, size, dense, n, seed, progress)
     which = predicted(counted)
-    which = torch.ones(found.ce.shape, dtype=torch.bool) if which is None else which
+    which = torch.ones(ce.shape, dtype=torch.bool) if which is None else which
     if not bool(which.any()):
         raise TokenError("no prediction counts: every one is read at a token that is left out, or is of one")
     if masks is None:
-        masks = {} if slices is None else _named_slices(str(slices), found.ce, which)
-    table = quantiles(found.kl, {"all": which} | {name: mask & which for name, mask in masks.items()})
-    if max(found.relmse.values(), default=0.0) < _EXACT:
+        masks = {} if slices is None else _named_slices(str(slices), ce, which)
+    table = quantiles(kl, {"all": which} | {name: mask & which for name, mask in masks.items()})
+    if max(relmse.values(), default=0.0) < _EXACT:
         table["p"] = float("nan")
+    worst = []
+    order = kl[0][which].sort(descending=True, stable=True).indices[:_WORST]
+    for row, position in which.nonzero()[order].tolist():
+        about = {"row": row, "position": position, "token": int(rows[row, position]), "next token": int(rows[row, position + 1])}
+        worst.append(about | {"KL": float(kl[0, row, position]), "CE dense": float(ce[row, position])})
     settings = {"n": n, "seed": seed, "slices": list(masks), "rows": len(rows), "row_length": rows.shape[1]}
     settings |= {"model": str(model.cfg.model_name), "replacement": units.provenance, **stream.about(model)}
-    return Disagreement(table, _worst(found, which, rows), found.relmse, settings | standing_hooks(model))
+    return Disagreement(table, pd.DataFrame(worst), relmse, settings | standing_hooks(model))
 
 
 def _masks(slices: Mapping[str, Any], rows: Int[Tensor, "rows pos"]) -> dict[str, Bool[Tensor, "rows predictions"]]:
@@ -242,97 +247,86 @@ def quantiles(kl: Float[Tensor, "run rows predictions"], slices: Mapping[str, Bo
     return pd.DataFrame(rows)
 
 
-def _worst(found: "_Measured", which: Bool[Tensor, "rows predictions"], rows: Int[Tensor, "rows pos"]) -> pd.DataFrame:
-    """`Disagreement.worst`."""
-    places = which.nonzero()
-    order = found.kl[0][which].sort(descending=True, stable=True).indices[:_WORST]
-    listed = []
-    for row, position in places[order].tolist():
-        about = {"row": row, "position": position, "token": int(rows[row, position]), "next token": int(rows[row, position + 1])}
-        listed.append(about | {"KL": float(found.kl[0, row, position]), "CE dense": float(found.ce[row, position])})
-    return pd.DataFrame(listed)
-
-
 # ---------------------------------------------------------------------------------------------- runs
 
 
-class _Measured:
-    """The dense host, the replacement and the noises on a text.
+def _measured(
+    units: UnitSet,
+    rows: Int[Tensor, "rows pos"],
+    counted: Bool[Tensor, "rows pos"] | None,
+    size: int,
+    dense: DenseCache,
+    n: int,
+    seed: int,
+    progress: bool,
+) -> tuple[Float[Tensor, "run rows predictions"], Float[Tensor, "rows predictions"], dict[str, float]]:
+    """Run the dense host, the replacement and the noises on a text.
 
-    Attributes:
-        kl: (1 + n, rows, predictions) KL of each prediction, of the replacement first; float64, in nats.
-        ce: (rows, predictions) the dense host's cross-entropy.
-        relmse: site -> local relative squared error.
+    Returns: KL of each prediction, of the replacement first, and the dense host's cross-entropy (float64, in nats); site -> local
+    relative squared error.
+
+    Raises ValueError: covariances would not fit.
     """
-
-    def __init__(
-        self,
-        units: UnitSet,
-        rows: Int[Tensor, "rows pos"],
-        counted: Bool[Tensor, "rows pos"] | None,
-        size: int,
-        dense: DenseCache,
-        n: int,
-        seed: int,
-        progress: bool,
-    ):
-        host, model, predictions = units.host, units.host.model, (len(rows), rows.shape[1] - 1)
-        self.kl, self.ce = torch.zeros(1 + n, *predictions, dtype=torch.float64), torch.zeros(predictions, dtype=torch.float64)
-        of_batches = [None] * len(rows) if counted is None else counted.split(size)
-        batches = list(zip(rows.split(size), of_batches, strict=False))
-        with torch.no_grad(), fused_attention(host, rows):
-            moments = {site.name: _Moments(site.d_out) for site in units.sites}
-            require_room(moments)
-            of_sites = {site.name: noise_units(moments[site.name], site.d_in, (seed, i)) for i, site in enumerate(units.sites)}
-            noises = UnitSet.of(model, of_sites)
-            runs = Runs(host, {"": units, "noise": noises}, None, dense, random=("noise",))
-            runs.verify(rows)
-            # 1. The error's mean and covariance on the dense host's inputs.
-            errors = LocalErrors(host, {"": units}, None, lambda name, site, lost: moments[site].add(lost))
-            first, last = units.sites[0].layer, units.sites[-1].layer
-            for batch, of_batch in batches:
-                start = Start(first, dense.residual(host, batch, first)) if runs.staged and first else None
-                with errors.added(of_batch):
-                    host.run_blocks(batch, last + 1, start)
-            self.relmse = errors.relmse("")
-            for each in moments.values():
-                each.finish()
-            # 2. Every run on each batch.
-            coders = [each.coder for each in noises.coders.values()]
-            done = 0
-            for batch, _ in tqdm(batches, desc="disagreement", unit="batch", disable=not progress, leave=False):
-                ends: dict[Any, Tensor] = {"dense": runs.dense(batch)}
-                with runs.mounted(units):
-                    ends[0] = runs.replaced_end(batch, "")
-                with runs.mounted(noises):
-                    for draw in range(n):
-                        for coder in coders:
-                            coder.draw = draw
-                        ends[1 + draw] = runs.replaced_end(batch, "noise")
-                self._add(runs, batch, done, ends)
-                done += len(batch)
-
-    def _add(self, runs: Runs, batch: Int[Tensor, "batch pos"], done: int, ends: Mapping[Any, Tensor]) -> None:
-        """Compare the predictions of a batch, a chunk of rows and positions at a time."""
-        for some, chunk in runs.chunks(batch):
-            tokens, first = batch[some, chunk], chunk.start or 0
-            predictions = DensePredictions(runs.logits(tokens, ends["dense"][some, chunk]), tokens, runs.buffers)
-            at = slice(first, first + tokens.shape[1] - 1)
-            self.ce[done : done + len(batch)][some, at] = predictions.ce.cpu()
-            for run, of_run in enumerate(self.kl):
-                each = of_run[done : done + len(batch)][some, at]
-                predictions.divergence(runs.logits(tokens, ends[run][some, chunk]), each=each)
-                each.clamp_(min=0)  # rounding
+    host, predictions = units.host, (len(rows), rows.shape[1] - 1)
+    kl, ce = torch.zeros(1 + n, *predictions, dtype=torch.float64), torch.zeros(predictions, dtype=torch.float64)
+    of_batches = [None] * len(rows) if counted is None else counted.split(size)
+    batches = list(zip(rows.split(size), of_batches, strict=False))
+    with torch.no_grad(), fused_attention(host, rows):
+        moments = {site.name: _Moments(site.d_out) for site in units.sites}
+        n_bytes = sum(16 * each.width**2 for each in moments.values())
+        if n_bytes > _COVARIANCE_BYTES:
+            raise ValueError(
+                f"the covariances of {len(moments)} sites' errors take {n_bytes / 2**30:.1f} GiB, more than "
+                f"{_COVARIANCE_BYTES / 2**30:.0f}: measure fewer sites at a time"
+            )
+        of_sites = {site.name: noise_units(moments[site.name], site.d_in, (seed, i)) for i, site in enumerate(units.sites)}
+        noises = UnitSet.of(host.model, of_sites)
+        runs = Runs(host, {"": units, "noise": noises}, None, dense, random=("noise",))
+        runs.verify(rows)
+        # 1. The error's mean and covariance on the dense host's inputs.
+        errors = LocalErrors(host, {"": units}, None, lambda name, site, lost: moments[site].add(lost))
+        first, last = units.sites[0].layer, units.sites[-1].layer
+        for batch, of_batch in batches:
+            start = Start(first, dense.residual(host, batch, first)) if runs.staged and first else None
+            with errors.added(of_batch):
+                host.run_blocks(batch, last + 1, start)
+        for each in moments.values():
+            each.finish()
+        # 2. Every run on each batch.
+        coders = [each.coder for each in noises.coders.values()]
+        done = 0
+        for batch, _ in tqdm(batches, desc="disagreement", unit="batch", disable=not progress, leave=False):
+            ends: dict[Any, Tensor] = {"dense": runs.dense(batch)}
+            with runs.mounted(units):
+                ends[0] = runs.replaced_end(batch, "")
+            with runs.mounted(noises):
+                for draw in range(n):
+                    for coder in coders:
+                        coder.draw = draw
+                    ends[1 + draw] = runs.replaced_end(batch, "noise")
+            of_rows = slice(done, done + len(batch))
+            _compare(runs, batch, ends, kl[:, of_rows], ce[of_rows])
+            done += len(batch)
+    return kl, ce, errors.relmse("")
 
 
-def require_room(moments: Mapping[str, "_Moments"]) -> None:
-    """A ValueError where covariances would not fit."""
-    n_bytes = sum(16 * each.width**2 for each in moments.values())
-    if n_bytes > _COVARIANCE_BYTES:
-        raise ValueError(
-            f"the covariances of {len(moments)} sites' errors take {n_bytes / 2**30:.1f} GiB, more than "
-            f"{_COVARIANCE_BYTES / 2**30:.0f}: measure fewer sites at a time"
-        )
+def _compare(
+    runs: Runs,
+    batch: Int[Tensor, "batch pos"],
+    ends: Mapping[Any, Tensor],
+    kl: Float[Tensor, "run batch predictions"],
+    ce: Float[Tensor, "batch predictions"],
+) -> None:
+    """Fill in `kl` and `ce` of a batch, a chunk of rows and positions at a time. ends: of "dense", and of each run by number."""
+    for some, chunk in runs.chunks(batch):
+        tokens, first = batch[some, chunk], chunk.start or 0
+        predictions = DensePredictions(runs.logits(tokens, ends["dense"][some, chunk]), tokens, runs.buffers)
+        at = slice(first, first + tokens.shape[1] - 1)
+        ce[some, at] = predictions.ce.cpu()
+        for run, of_run in enumerate(kl):
+            each = of_run[some, at]
+            predictions.divergence(runs.logits(tokens, ends[run][some, chunk]), each=each)
+            each.clamp_(min=0)  # rounding
 
 
 class _Moments:

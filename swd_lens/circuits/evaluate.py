@@ -116,7 +116,23 @@ def evaluate(
     settings |= {"n_validation": len(prompts.validation) if isinstance(prompts, Task) else 0}
     settings |= {"grid": grid if isinstance(grid, str) else "powers" if grid is None else "own"}
     settings |= {"random_sets": random_sets, "random_sets_seed": seed, "replacement": units.provenance}
-    return _curve(judged, prefixes, split.task, settings | standing_hooks(model), validation)
+    carried, margins = judged.carried, judged.margins
+    return CostCurve(
+        rows=pd.concat([prefixes.costs, judged.rows(split.task)], axis=1),
+        task=split.task,
+        q_dense=carried.q_dense,
+        q_full=float(judged.full.q),
+        q_empty=float(margins.empty.mean()),
+        carried_se=carried.se,
+        accuracy_dense=float(judged.dense.correct.mean()),
+        accuracy_full=float(judged.full.correct.mean()),
+        settings=settings | standing_hooks(model),
+        validation=validation,
+        scores=scores,
+        edges=prefixes.edges,
+        bits=prefixes.bits,
+        margins={name: getattr(margins, name) for name in ("keep", "ablate", "full", "dense")},
+    )
 
 
 @dataclass(frozen=True)
@@ -131,7 +147,6 @@ class _Prefixes:
         costs: a row per prefix: "units", "edges", "bits".
     """
 
-    scores: UnitScores
     ranks: Mapping[str, Int[Tensor, " _unit"]]
     lengths: list[int]
     edges: Mapping[str, Int[Tensor, " _unit"]]
@@ -141,42 +156,33 @@ class _Prefixes:
 
     @classmethod
     def of(cls, units: UnitSet, scores: UnitScores, grid: Iterable[Any] | str | None) -> "_Prefixes":
-        """Prefixes of a grid; a ValueError where it is no grid."""
+        """Prefixes of a grid, ascending. Raises ValueError: another name than "mib", or a length that is no whole number in
+        0 .. number of units."""
         edges, bits, ranking = units.active_edges, unit_bits_of(units), scores.ranking()
-        ranked = torch.tensor([int(edges[site][unit]) for site, unit in ranking])
-        lengths = _lengths(grid, ranked)
+        ranked, n_units = torch.tensor([int(edges[site][unit]) for site, unit in ranking]), len(ranking)
+        if grid is None:
+            lengths = prefix_grid(n_units)
+        elif isinstance(grid, str):
+            if grid != "mib":
+                raise ValueError(f'grid must be prefix lengths, None or "mib", got {quoted(grid)}')
+            costs = ranked.cumsum(0)
+            by_edges = [int((costs <= fraction * int(costs[-1])).sum()) for fraction in MIB_FRACTIONS]
+            lengths = sorted({*prefix_grid(n_units), *(int(fraction * n_units) for fraction in MIB_FRACTIONS), *by_edges})
+        else:
+            given = grid.tolist() if isinstance(grid, Tensor) else list(grid)
+            for length in given:
+                bounded("prefix length", length, 0, n_units)
+            lengths = sorted({0, n_units, *map(int, given)})
         ranked_bits = torch.tensor([float(bits[site][unit]) for site, unit in ranking], dtype=torch.float64)
         of_edges, of_bits = ([0, *of_units.cumsum(0).tolist()] for of_units in (ranked, ranked_bits))
-        costs = pd.DataFrame({"units": lengths, "edges": [of_edges[k] for k in lengths]})
-        costs["bits"] = [of_bits[k] + selection_bits(len(ranked), k) for k in lengths]
-        return cls(scores, scores.ranks(), lengths, edges, bits, ranked, costs)
+        table = pd.DataFrame({"units": lengths, "edges": [of_edges[k] for k in lengths]})
+        table["bits"] = [of_bits[k] + selection_bits(n_units, k) for k in lengths]
+        return cls(scores.ranks(), lengths, edges, bits, ranked, table)
 
     def left_out(self, rows: Int[Tensor, " circuit"]) -> Masks:
         """Site -> (circuit, unit), True where a unit is not in these prefixes."""
         lengths = torch.tensor(self.lengths)[rows, None]
         return {site: ranks[None] > lengths for site, ranks in self.ranks.items()}
-
-
-def _lengths(grid: Iterable[Any] | str | None, ranked: Int[Tensor, " unit"]) -> list[int]:
-    """The prefix lengths of a grid, ascending.
-
-    Args:
-        ranked: active edges of each unit, in the order of the ranking.
-
-    Raises:
-        ValueError: another name than "mib", or a length that is no whole number in 0 .. number of units.
-    """
-    n_units = len(ranked)
-    if isinstance(grid, str):
-        if grid != "mib":
-            raise ValueError(f'grid must be prefix lengths, None or "mib", got {quoted(grid)}')
-        costs = ranked.cumsum(0)
-        by_edges = [int((costs <= fraction * int(costs[-1])).sum()) for fraction in MIB_FRACTIONS]
-        return sorted({*prefix_grid(n_units), *(int(fraction * n_units) for fraction in MIB_FRACTIONS), *by_edges})
-    given = [] if grid is None else grid.tolist() if isinstance(grid, Tensor) else list(grid)
-    for length in given:
-        bounded("prefix length", length, 0, n_units)
-    return prefix_grid(n_units) if grid is None else sorted({0, n_units, *map(int, given)})
 
 
 @dataclass(frozen=True)
@@ -204,20 +210,15 @@ class _Judged:
         return Margins(keep, ablate, self.full.margins[0], keep[0], self.dense.margins[0])
 
     @property
-    def further(self) -> pd.DataFrame:
-        """Columns that are no margins: accuracy, and KL where it was measured."""
-        columns = pd.DataFrame()
-        for name, of_runs in {"accuracy": self.outcome.correct, **({"KL": self.outcome.kl} if self.kl else {})}.items():
-            columns[f"{name} keep"], columns[f"{name} ablate"] = of_runs.mean(1).view(2, -1).tolist()
-        return columns
-
-    @property
     def carried(self) -> Carried:
         return Carried.of(self.margins.full, self.margins.empty, float(self.dense.q))
 
     def rows(self, task: str) -> pd.DataFrame:
         """One row per circuit: `CostCurve.rows` without costs."""
-        return pd.concat([measured(self.margins, self.carried, task), self.further], axis=1)
+        further = pd.DataFrame()
+        for name, of_runs in {"accuracy": self.outcome.correct, **({"KL": self.outcome.kl} if self.kl else {})}.items():
+            further[f"{name} keep"], further[f"{name} ablate"] = of_runs.mean(1).view(2, -1).tolist()
+        return pd.concat([measured(self.margins, self.carried, task), further], axis=1)
 
 
 def _judged(runner: InterventionRunner, circuits: Sized, left_out: Callable[[Tensor], Masks], kl: bool = False) -> _Judged:
@@ -311,26 +312,6 @@ def _random_drop(runner: InterventionRunner, sets: Masks, full: float, drop: flo
         below, above = drops.sort().values[[math.floor(place), math.ceil(place)]]
         percentile = float(below if math.isinf(below) else torch.lerp(below, above, place % 1))
     return percentile, done
-
-
-def _curve(judged: _Judged, prefixes: _Prefixes, task: str, settings: Mapping[str, Any], validation: pd.DataFrame) -> CostCurve:
-    carried, margins = judged.carried, judged.margins
-    return CostCurve(
-        rows=pd.concat([prefixes.costs, judged.rows(task)], axis=1),
-        task=task,
-        q_dense=carried.q_dense,
-        q_full=float(judged.full.q),
-        q_empty=float(margins.empty.mean()),
-        carried_se=carried.se,
-        accuracy_dense=float(judged.dense.correct.mean()),
-        accuracy_full=float(judged.full.correct.mean()),
-        settings=settings,
-        validation=validation,
-        scores=prefixes.scores,
-        edges=prefixes.edges,
-        bits=prefixes.bits,
-        margins={name: getattr(margins, name) for name in ("keep", "ablate", "full", "dense")},
-    )
 
 
 def random_set(edges: Int[Tensor, " unit"], most: int, generator: torch.Generator) -> Bool[Tensor, " unit"]:

@@ -15,7 +15,7 @@ Each is exact where a host is built as most are, but not every host is (a norm m
 ways). So `find_fast_forward` runs a few prompts plainly and by each shortcut, and keeps those that agree.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -132,7 +132,8 @@ class Runner:
             for site, mask in masks.items():
                 if (known is None or site != known.name) and mask.any():
                     # Not model.hooks(): its end goes through every hook point of the model.
-                    undo.push(self._points[site].register_forward_hook(self._hook(mask, values[site])).remove)
+                    hook = partial(self._replaced, mask, values[site])
+                    undo.push(self._points[site].register_forward_hook(hook).remove)
             if self.fast_forward.shares:
                 host.share_prefix(undo.push)
             logits = host.last_logits(tokens, prefix, start=start, token_ids=token_ids, short=self.fast_forward.short)
@@ -152,13 +153,11 @@ class Runner:
             written = units.decode((z + change).to(z)).float() - units.decode(z).float()
         return (residual.float() + written).to(residual)
 
-    def _hook(self, mask: Tensor, value: Tensor) -> Callable[..., Tensor]:
-        def hook_fn(point: Any, args: Any, z: Float[Tensor, "rows pos unit"]) -> Float[Tensor, "rows pos unit"]:
-            by_circuit = z.view(len(mask), -1, *z.shape[1:])
-            # In a short last block there is the last position only.
-            return replaced(by_circuit, mask[:, None], value, self.fast_forward.positions).flatten(0, 1)
-
-        return hook_fn
+    def _replaced(self, mask: Tensor, value: Tensor, point: Any, args: Any, z: Float[Tensor, "rows pos unit"]) -> Tensor:
+        """A forward hook on a hook point: z with the masked units of every intervention replaced."""
+        by_circuit = z.view(len(mask), -1, *z.shape[1:])
+        # In a short last block there is the last position only.
+        return replaced(by_circuit, mask[:, None], value, self.fast_forward.positions).flatten(0, 1)
 
 
 def find_fast_forward(
@@ -250,13 +249,6 @@ def _agreeing(
     return best
 
 
-def _can_share(host: Host) -> bool:
-    """Whether some layers need not copy a prefix for each of its copies."""
-    undo = Undo()
-    with undo, undo:
-        return host.share_prefix(undo.push)
-
-
 def _steps(
     host: Host, sites: list[Site], units: Mapping[str, Units], positions: str, known: bool, shares: bool
 ) -> Iterator[dict[str, Any]]:
@@ -264,7 +256,10 @@ def _steps(
     layer = min(site.layer for site in sites)
     if positions == "scoring":
         yield {"keeps_prefix": True}
-        if _can_share(host):
+        undo = Undo()
+        with undo, undo:
+            can_share = host.share_prefix(undo.push)  # in some layers
+        if can_share:
             yield {"keeps_prefix": True, "shares": True}
     if layer:
         yield {"layer": layer, "begins": layer} if shares else {"layer": layer}

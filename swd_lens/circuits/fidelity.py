@@ -18,12 +18,12 @@ Runs in stages are verified on a few tokens before they are trusted; where a hos
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base.divergence import CHUNK_BYTES, Buffers, DensePredictions, Divergence
@@ -127,24 +127,15 @@ class Fidelity(Record):
         """One row: the model-level metrics, the CE delta's standard error where there is one, the floor of half precision, and
         site relMSE."""
         errors = list(self.relmse.values())
-        se = {} if self.ce_delta_se is None else {"CE delta se": [self.ce_delta_se]}
-        of_floor: dict[str, list[Any]] = {}
+        row: dict[str, Any] = {"CE dense": self.ce_dense, "CE": self.ce, "CE delta": self.ce_delta}
+        if self.ce_delta_se is not None:
+            row["CE delta se"] = self.ce_delta_se
+        row |= {"KL": self.kl, "top-1 agreement": self.top1_agreement}
+        row |= {"mean relMSE": sum(errors) / len(errors), "max relMSE": max(errors)}
         if self.floor is not None:
-            of_floor = {"CE delta floor": [self.floor.ce_delta], "KL floor": [self.floor.kl]}
-            of_floor["below floor"] = [", ".join(self.below_floor)]
-        return pd.DataFrame(
-            {
-                "CE dense": [self.ce_dense],
-                "CE": [self.ce],
-                "CE delta": [self.ce_delta],
-                **se,
-                "KL": [self.kl],
-                "top-1 agreement": [self.top1_agreement],
-                "mean relMSE": [sum(errors) / len(errors)],
-                "max relMSE": [max(errors)],
-                **of_floor,
-            }
-        )
+            row |= {"CE delta floor": self.floor.ce_delta, "KL floor": self.floor.kl}
+            row["below floor"] = ", ".join(self.below_floor)
+        return pd.DataFrame([row])
 
     def title(self) -> str:
         of, se = f"Fidelity of {len(self.relmse)} sites on {self.n_predictions:,} predictions", self.ce_delta_se
@@ -250,13 +241,12 @@ def fidelities(
         for batch, of_batch in tqdm(batches, desc="fidelity", unit="batch", disable=not progress, leave=False):
             runs.counted = of_batch
             runs.add(batch, sums, errors.added(of_batch) if errors else nullcontext())
-    hooks, about = standing_hooks(model).get("standing_hooks", ()), stream.about(model)
     for name in floors.units:
-        floors.add(name, sums[name].floor())
-    return {
-        name: replace(sums[name].result(hooks, errors.relmse(name) if errors else {}, floors.of(name)), text=about)
-        for name in asked
-    }
+        lossless = sums[name].result()
+        floors.add(name, Floor(lossless.kl, lossless.ce_delta, lossless.ce_delta_se))
+    about = {"standing_hooks": tuple(standing_hooks(model).get("standing_hooks", ())), "text": stream.about(model)}
+    local_of = errors.relmse if errors else lambda name: {}
+    return {name: sums[name].result(local_relmse=local_of(name), floor=floors.of(name), **about) for name in asked}
 
 
 # ---------------------------------------------------------------------------------------------- sums
@@ -274,41 +264,21 @@ class _Sums:
     kls: list[Tensor] = field(default_factory=list)
     n_of_rows: list[Tensor] = field(default_factory=list)  # predictions of each batch's rows, where not all count
 
-    def add_output(
-        self,
-        name: str,
-        replaced: Float[Tensor, "*batch_pos d_out"],
-        dense: Float[Tensor, "*batch_pos d_out"],
-        counted: Bool[Tensor, "batch pos"] | None,
-    ) -> None:
-        for sums, value in ((self.errors, replaced.float() - dense), (self.norms, dense)):
-            sums[name] = sums.get(name, 0.0) + that_count(value, counted).double().square().sum().cpu()
-
-    def _ce_delta_se(self) -> float | None:
-        deltas = self._parts_of_rows(torch.cat(self.ce_deltas))
-        return float(deltas.std() / len(deltas) ** 0.5) if len(deltas) > 1 else None
-
-    def floor(self) -> Floor:
-        means = self.total.means()
-        return Floor(means["kl"], means["ce"] - means["ce_dense"], self._ce_delta_se())
-
-    def result(self, hooks: Sequence[str], local_relmse: Mapping[str, float], floor: Floor | None) -> Fidelity:
+    def result(self, **about: Any) -> Fidelity:
+        """Divide. about: further fields of the result."""
         # An expert to which none of these tokens is routed has no error.
         shown = [site.name for site in self.sites if site.expert is None or self.norms[site.name] > 0]
         relmse = {name: float(self.errors[name] / self.norms[name]) for name in shown}
-        n_predictions = self.total.n_predictions
         deltas, kls = (self._parts_of_rows(torch.cat(sums)) for sums in (self.ce_deltas, self.kls))
         means: dict[str, Any] = self.total.means()
         return Fidelity(
             **means,
             relmse=relmse,
-            n_predictions=n_predictions,
-            standing_hooks=tuple(hooks),
-            ce_delta_se=self._ce_delta_se(),
+            n_predictions=self.total.n_predictions,
+            ce_delta_se=float(deltas.std() / len(deltas) ** 0.5) if len(deltas) > 1 else None,
             ce_delta_rows=tuple(deltas.tolist()),
             kl_rows=tuple(kls.tolist()),
-            local_relmse=local_relmse,
-            floor=floor,
+            **about,
         )
 
     def _parts_of_rows(self, sums: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
@@ -379,9 +349,12 @@ class Runs:
                 sums[name].n_of_rows.append(counted.sum(1))
             shown: set[str] = set()
 
-            def compare(site: Site, y: Tensor, name: str = name, shown: set[str] = shown) -> None:
+            def compare(site: Site, y: Tensor, of: _Sums = sums[name], shown: set[str] = shown) -> None:
                 shown.add(site.name)
-                sums[name].add_output(site.name, y, seen.outputs[site.name], self.counted)
+                of_dense = seen.outputs[site.name]
+                for of_sites, value in ((of.errors, y.float() - of_dense), (of.norms, of_dense)):
+                    squared = that_count(value, self.counted).double().square().sum().cpu()
+                    of_sites[site.name] = of_sites.get(site.name, 0.0) + squared
 
             with self.mounted(of_name), self.host.outputs(of_name.sites, compare):
                 replaced[name] = self.replaced_end(batch, name)

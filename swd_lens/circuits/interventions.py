@@ -226,19 +226,7 @@ class InterventionRunner:
 
     def _prepared(self) -> Iterator[tuple[Bucket, Shared, Values]]:
         """Every bucket of prompts with what its interventions share, and what replaced units are set to."""
-        groups, room = self._groups(), _KEPT_BYTES
-        for i, group in enumerate(tqdm(groups, desc="circuits", unit="batch", disable=not self.progress, leave=False)):
-            room -= self._bytes(group)
-            if i in self._kept:
-                yield self._kept[i]
-                continue
-            prepared = self._shared(group)
-            if self.keep and room >= 0:
-                self._kept[i] = prepared
-            yield prepared
-
-    def _groups(self) -> list[list[Bucket]]:
-        """Buckets that run together: of as many prompts as a batch may have, while what they share is small."""
+        # Buckets run together, of as many prompts as a batch may have, while what they share is small.
         groups: list[list[Bucket]] = []
         joins = self.runner.fast_forward.joins and self.split.metric is None  # which bounds its buckets by the vocabulary
         for bucket in self.split.buckets(self.batch_size):
@@ -248,7 +236,16 @@ class InterventionRunner:
                 groups[-1] = group
             else:
                 groups.append([bucket])
-        return groups
+        room = _KEPT_BYTES
+        for i, group in enumerate(tqdm(groups, desc="circuits", unit="batch", disable=not self.progress, leave=False)):
+            room -= self._bytes(group)
+            if i in self._kept:
+                yield self._kept[i]
+                continue
+            prepared = self._shared(group)
+            if self.keep and room >= 0:
+                self._kept[i] = prepared
+            yield prepared
 
     def _bytes(self, group: Sequence[Bucket]) -> int:
         """At most: keys and values of every layer, and the residual stream."""

@@ -37,7 +37,7 @@ LEVEL = 0.95  # of every interval
 RECOVERED = 0.9  # the usual threshold
 COSTS = ("edges", "units")
 VALUES = ("recovered", "sufficiency", "drop")  # of a circuit, in the order of a table's columns
-_LEAST_ERRORS, _LEAST_SHARE = 2.0, 0.05  # of what a surface carries: in standard errors, and of |Q(dense)|
+LEAST_ERRORS, LEAST_SHARE = 2.0, 0.05  # of what a surface carries: in standard errors, and of |Q(dense)|
 _SYMMETRIC = 1e-9  # skewness over sqrt(n), below which there is none
 _FARTHEST = 2.0  # of Student's t: beyond that a few prompts decide everything, Hall's expansion included
 _MOST_SHARE = 10  # of a threshold; a percentage that was meant is more
@@ -108,8 +108,8 @@ class Carried:
     @property
     def enough(self) -> bool:
         """Whether the surface carries the task: above two standard errors, and above a twentieth of |Q(dense)|."""
-        beyond_error = math.isnan(self.se) or self.logits > _LEAST_ERRORS * self.se
-        return beyond_error and self.logits > _LEAST_SHARE * abs(self.q_dense)
+        beyond_error = math.isnan(self.se) or self.logits > LEAST_ERRORS * self.se
+        return beyond_error and self.logits > LEAST_SHARE * abs(self.q_dense)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 
 from swd_lens.base.checks import bounded
 from swd_lens.base.errors import UnsupportedHostError, legible
-from swd_lens.base.figures import INK, new_figure, style
+from swd_lens.base.figures import new_figure, style
 from swd_lens.base.files import write_json
 from swd_lens.base.record import SavedRecord
 from swd_lens.base.surroundings import with_torch_defaults
@@ -103,8 +103,7 @@ class MIBResult(SavedRecord):
         for index, name in enumerate(("f signed", "f absolute")):
             label = f"{name} ({'CPR' if index == 0 else 'CMD'})"
             ax.plot(self.rows["fraction"], self.rows[name], marker="o", markersize=3, label=label, **style(index))
-        ax.set_xlabel("fraction of units", fontsize=9, color=INK)
-        ax.set_ylabel("f, of the dense margin", fontsize=9, color=INK)
+        ax.set(xlabel="fraction of units", ylabel="f, of the dense margin")
         ax.legend(fontsize=8, frameon=False)
         return figure
 
@@ -184,7 +183,11 @@ def mib(
     def curve(ranked: UnitScores) -> CostCurve:
         return evaluate(model, units, task.test, ranked, **how)
 
-    signed, absolute = curve(scores), curve(_by_magnitude(scores))
+    signed = curve(scores)
+    # Ranked by the magnitude of the mean (not by the mean of magnitudes, which is sign="absolute").
+    magnitudes = {site: of_site.abs() for site, of_site in scores.scores.items()}
+    magnitude_settings = {**scores.settings, "sign": "magnitude of the signed mean"}
+    absolute = curve(replace(scores, scores=magnitudes, settings=magnitude_settings))
     generator, drawn = torch.Generator().manual_seed(seed), []
     for _ in range(random):
         at_random = {site: torch.rand(of.shape, generator=generator, dtype=torch.float32) for site, of in scores.scores.items()}
@@ -193,7 +196,10 @@ def mib(
     cfg = host.model.cfg
     graph = {"n_layers": int(cfg.n_layers), "n_heads": int(cfg.n_heads), "d_model": int(cfg.d_model)}
     graph["parallel_attn_mlp"] = bool(getattr(cfg, "parallel_attn_mlp", False))
-    values = {"f signed": _values(signed), "f absolute": _values(absolute)}
+    values = {
+        name: of.mib_values("units", _OF) if of.carries else [math.nan] * len(MIB_FRACTIONS)
+        for name, of in (("f signed", signed), ("f absolute", absolute))
+    }
     return MIBResult(
         task=task.name,
         cpr=areas(signed)["CPR"],
@@ -213,16 +219,6 @@ def mib(
 def areas(curve: CostCurve, cost: str = "units") -> dict[str, float]:
     """CPR and CMD of a curve, of the host's own margin; NaN where its units do not carry the task."""
     return curve.mib(cost, _OF) if curve.carries else {"CPR": math.nan, "CMD": math.nan}
-
-
-def _values(curve: CostCurve) -> list[float]:
-    return curve.mib_values("units", _OF) if curve.carries else [math.nan] * len(MIB_FRACTIONS)
-
-
-def _by_magnitude(scores: UnitScores) -> UnitScores:
-    """Scores ranked by the magnitude of the mean (not by the mean of magnitudes, which is sign="absolute")."""
-    magnitudes = {site: of_site.abs() for site, of_site in scores.scores.items()}
-    return replace(scores, scores=magnitudes, settings={**scores.settings, "sign": "magnitude of the signed mean"})
 
 
 def node_scores(model: Any, factors: Any, scores: UnitScores) -> dict[str, float]:

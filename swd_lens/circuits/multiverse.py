@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from swd_lens.base import __version__
 from swd_lens.base.checks import bounded, one_of
 from swd_lens.base.errors import legible
-from swd_lens.base.figures import INK, literal, new_figure, style
+from swd_lens.base.figures import literal, new_figure, style
 from swd_lens.base.fingerprints import host_fingerprint, splits_fingerprint
 from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.record import SavedRecord
@@ -46,7 +46,7 @@ from swd_lens.base.writer import writing
 from swd_lens.circuits.compare import check_options, check_tasks, role_of, several, sources_of
 from swd_lens.circuits.contributions import SCORES
 from swd_lens.circuits.curve import CostCurve
-from swd_lens.circuits.measure import RECOVERED, Margins, Threshold, content_members, contents_of, holm
+from swd_lens.circuits.measure import LEAST_ERRORS, LEAST_SHARE, RECOVERED, Margins, Threshold, content_members, contents_of, holm
 from swd_lens.circuits.protocol import Protocol, run_protocol
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.tasks.task import Task
@@ -55,7 +55,6 @@ from swd_lens.units.unit_set import UnitSet
 EVERY, FILE = "every control", "multiverse.json"
 _CHOICES = ["task", "score", "positions", "ablation"]
 _EQUAL = 1e-9  # of log(1 + edges)
-_LEAST_ERRORS, _LEAST_SHARE = 2.0, 0.05  # of what a surface carries, as in measure.py
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,9 +109,7 @@ class Multiverse(SavedRecord):
             ratio = ((1 + wide[control]) / (1 + wide[self.method])).dropna().sort_values().tolist()
             ax.plot(ratio, label=literal(control), marker="o", markersize=3, linewidth=1.2, **style(index))
         ax.axhline(1.0, color="#888888", linewidth=0.8)
-        ax.set_yscale("log")
-        ax.set_xlabel("specification, by rank", fontsize=9, color=INK)
-        ax.set_ylabel(literal(f"edges over those of {self.method}"), fontsize=9, color=INK)
+        ax.set(xlabel="specification, by rank", ylabel=literal(f"edges over those of {self.method}"), yscale="log")
         ax.legend(fontsize=8, frameon=False)
         return figure
 
@@ -194,7 +191,7 @@ def multiverse(
         raise ValueError(f"recovered must be in (0, 1), such as 0.9, got {recovered}")
     tasks = check_tasks(tasks)
     check_options(attribution, evaluation)
-    _, groups = sources_of(methods)
+    sources_of(methods)  # refuses what is no method before any is made
     by_score = several(scores, "scores")
     for score in by_score:
         one_of("scores", score, SCORES)
@@ -208,10 +205,10 @@ def multiverse(
     at, kinds = several(positions, "positions"), several(ablations, "ablations")
     protocol = Protocol(model, tasks, None, at, kinds, evaluation=evaluation or {}, progress=progress)
     folder = None if out is None else Path(out)
+    threshold = Threshold("recovered", float(recovered))
     with nullcontext() if folder is None else writing(folder, "multiverse"):
-        curves = _curves(protocol, sources_of(made)[0], by_score, attribution or {}, folder, overwrite)
+        specifications = _specifications(protocol, made, by_score, attribution or {}, threshold, folder, overwrite)
     # 2. Edges by method, shares and their p by control.
-    specifications = _specifications(curves, {name: groups.get(name, (name,)) for name in made}, tasks, recovered)
     tests = shares_of(specifications, of, n, seed)
     settings = {"recovered": float(recovered), "n": n, "seed": seed, "roles": roles, "tasks": [task.name for task in tasks]}
     settings |= {"scores": list(by_score), "positions": list(at), "ablations": list(kinds), **standing_hooks(model)}
@@ -222,39 +219,38 @@ def multiverse(
     return found
 
 
-def _curves(
+def _specifications(
     protocol: Protocol,
-    sources: Mapping[str, Any],
+    methods: Mapping[str, Any],
     scores: Sequence[str],
     attribution: Mapping[str, Any],
+    threshold: Threshold,
     folder: Path | None,
     overwrite: bool,
-) -> dict[tuple[str, str, str, str], dict[str, CostCurve]]:
-    """Run every specification: (task, score, positions, ablation) -> replacement -> its curve."""
-    curves: dict[tuple[str, str, str, str], dict[str, CostCurve]] = {}
+) -> "dict[tuple[str, str, str, str], dict[str, Side]]":
+    """Run every specification: (task, score, positions, ablation) -> method -> its test prompts as sums over contents. The
+    folder's finished scores and curves are of this host and these options; tasks and methods may be added."""
+    sources, groups = sources_of(methods)
     if folder is not None:
-        protocol = replace(protocol, parts=_parts(folder, protocol, sources, attribution, overwrite))
+        model = protocol.model
+        question = {"swd_lens": __version__, "the host": host_fingerprint(model, model.cfg), **standing_hooks(model)}
+        question |= {"attribution": dict(attribution), "evaluation": dict(protocol.evaluation)}
+        growing = {
+            "tasks": {task.name: splits_fingerprint(task.splits) for task in protocol.tasks},
+            "methods": {name: UnitSet.of(model, source).identities for name, source in sources.items()},
+        }
+        protocol = replace(protocol, parts=StepCache(folder, question, growing, overwrite=overwrite))
+    found: dict[tuple[str, str, str, str], dict[str, Side]] = {}
     for done, score in enumerate(scores):
         reached(f", {done} of {len(scores)} scores finished")
         run = replace(protocol, attribution={**attribution, "score": score}, key=(score,))
-        outcomes = run_protocol(run, sources, {})
+        curves = run_protocol(run, sources, {}).curves
         for task, where, kind in product(protocol.tasks, protocol.positions, protocol.ablations):
-            curves[task.name, score, where, kind] = outcomes.curves[task.name, where, kind]
-    return curves
-
-
-def _parts(
-    folder: Path, protocol: Protocol, sources: Mapping[str, Any], attribution: Mapping[str, Any], overwrite: bool
-) -> StepCache:
-    """The folder's finished scores and curves: of this host and these options; tasks and methods may be added."""
-    model = protocol.model
-    question = {"swd_lens": __version__, "the host": host_fingerprint(model, model.cfg), **standing_hooks(model)}
-    question |= {"attribution": dict(attribution), "evaluation": dict(protocol.evaluation)}
-    growing = {
-        "tasks": {task.name: splits_fingerprint(task.splits) for task in protocol.tasks},
-        "methods": {name: UnitSet.of(model, source).identities for name, source in sources.items()},
-    }
-    return StepCache(folder, question, growing, overwrite=overwrite)
+            of_all, contents = curves[task.name, where, kind], contents_of(task.test)
+            found[task.name, score, where, kind] = {
+                name: _side([of_all[each] for each in groups.get(name, (name,))], contents, threshold) for name in methods
+            }
+    return found
 
 
 def _made(given: Any) -> Any:
@@ -265,20 +261,6 @@ def _made(given: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------- specifications
-
-
-def _specifications(
-    curves: Mapping[tuple[str, str, str, str], Mapping[str, CostCurve]],
-    replacements: Mapping[str, Sequence[str]],
-    tasks: Sequence[Task],
-    recovered: float | int,
-) -> dict[tuple[str, str, str, str], dict[str, "Side"]]:
-    """Each specification's methods as sums over contents. replacements: method -> the names of its seeds."""
-    contents, threshold = {task.name: contents_of(task.test) for task in tasks}, Threshold("recovered", float(recovered))
-    return {
-        key: {name: _side([of_all[each] for each in seeds], contents[key[0]], threshold) for name, seeds in replacements.items()}
-        for key, of_all in curves.items()
-    }
 
 
 @dataclass(frozen=True)
@@ -348,21 +330,17 @@ def costs(
     crossing = logs[before] + part * (logs[first] - logs[before])
     mean = carried / n
     se = ((squared / n - mean.square()).clamp(min=0) / max(1, n - 1)).sqrt() if n > 1 else torch.zeros_like(mean)
-    enough = (mean > _LEAST_ERRORS * se) & (mean > _LEAST_SHARE * (dense / n).abs())
+    enough = (mean > LEAST_ERRORS * se) & (mean > LEAST_SHARE * (dense / n).abs())
     return torch.where(enough & reached.any(1), crossing, math.nan)
-
-
-def _own_cost(side: Side) -> float:
-    """log(1 + edges) of a method as it is."""
-    carried, squared, dense = (each.sum()[None] for each in (side.carried, side.squared, side.dense))
-    return float(costs(side.edges, side.contrast.sum(1)[None], carried, squared, dense, int(side.n_prompts.sum()))[0])
 
 
 def _rows(specifications: Mapping[tuple[str, ...], Mapping[str, Side]]) -> pd.DataFrame:
     rows = []
     for key, sides in specifications.items():
         for name, side in sides.items():
-            about = dict(zip(_CHOICES, key, strict=True)) | {"method": name, "edges": math.expm1(_own_cost(side))}
+            carried, squared, dense = (each.sum()[None] for each in (side.carried, side.squared, side.dense))
+            cost = costs(side.edges, side.contrast.sum(1)[None], carried, squared, dense, int(side.n_prompts.sum()))
+            about = dict(zip(_CHOICES, key, strict=True)) | {"method": name, "edges": math.expm1(float(cost[0]))}
             rows.append(about | {"carried": float(side.carried.sum() / side.n_prompts.sum())})
     return pd.DataFrame(rows)
 

@@ -106,8 +106,7 @@ class CircuitNull(Record):
             ax.axhline(values[0], linewidth=1.4, label="circuit", **style(0))
             ax.plot(sorted(values[1:]), marker="o", markersize=3, label="random", **(style(1) | {"linestyle": ""}))
             ax.set_title(f"p = {self._p(of):.3g}", fontsize=9, color=INK)
-            ax.set_ylabel("drop (logits)" if of == "drop" else of, fontsize=9, color=INK)
-            ax.set_xlabel("random circuit, by rank", fontsize=9, color=INK)
+            ax.set(xlabel="random circuit, by rank", ylabel="drop (logits)" if of == "drop" else of)
         axes[0, 0].legend(fontsize=8, frameon=False)
         return figure
 

@@ -117,10 +117,8 @@ class PerTokenUse(Record):
             ax.step([k[0], *k], [0.0, *share], where="post", label=literal(site), linewidth=1.4, **look)
             if self.circuit_units:
                 ax.axvline(max(0.8, self.circuit_units[site]), color=look["color"], linewidth=1.0, linestyle=":")
-        ax.set_xscale("log")
-        ax.set_ylim(0, 1.02)
-        ax.set_xlabel("units" + (" (dotted: of the circuit)" if self.circuit_units else ""), fontsize=9, color=INK)
-        ax.set_ylabel("share of tokens", fontsize=9, color=INK)
+        units = "units" + (" (dotted: of the circuit)" if self.circuit_units else "")
+        ax.set(xscale="log", ylim=(0, 1.02), xlabel=units, ylabel="share of tokens")
         if len(self.n_units) > 1:
             ax.legend(fontsize=8, frameon=False)
         ax.set_title(literal(f"{self.recovered:.0%} of {self._of_what()}"), fontsize=9, color=INK)
@@ -206,7 +204,12 @@ def per_token_use(
             ks: list[int] = []
             needed = _by_output(activations, means, float(recovered), order)
         else:
-            ks = _grid(grid, units.n_units)
+            n = units.n_units
+            if grid is None:
+                grid = [k for i in range(n.bit_length()) for k in (2**i, 3 * 2**i) if k <= n]
+            for k in grid:
+                bounded("a number of units in grid=", k, 1, n)
+            ks = sorted({*map(int, grid), n})
             needed = _by_loss(activations, means, float(recovered), float(least), ks)
         n_units = units.sizes if by == "output" else {next(iter(needed)): units.n_units}
     own = {"order": order} if by == "output" else {"grid": ks, "least": float(least)}
@@ -215,15 +218,6 @@ def per_token_use(
     counts = {site: len(members) if by == "loss" else members.count(site) for site in n_units}
     beside = {} if circuit is None else counts
     return PerTokenUse(needed, n_units, float(recovered), by, beside, settings | standing_hooks(model))
-
-
-def _grid(grid: Sequence[int] | None, n_units: int) -> list[int]:
-    """Numbers of units to try, rising, all units the last one; a ValueError where one is no such number."""
-    if grid is None:
-        grid = [k for i in range(n_units.bit_length()) for k in (2**i, 3 * 2**i) if k <= n_units]
-    for k in grid:
-        bounded("a number of units in grid=", k, 1, n_units)
-    return sorted({*map(int, grid), n_units})
 
 
 # ---------------------------------------------------------------------------------------------- activations

@@ -70,8 +70,7 @@ def draw_curves(
     if (costs > 0).any():
         ax.set_xscale("symlog", linthresh=costs[costs > 0].min())
     ax.set_xlim(left=0)
-    ax.set_xlabel(f"active {cost}" if cost == "edges" else "units", fontsize=9)
-    ax.set_ylabel(AXES[column], fontsize=9)
+    ax.set(xlabel="active edges" if cost == "edges" else "units", ylabel=AXES[column])
     if column == "recovered":
         ax.axhline(1.0, color=_GREY, linewidth=0.8)
 
@@ -100,31 +99,25 @@ def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[Curve]]], cost: st
         cost_axis(ax.yaxis, pd.concat(costs))
         ax.tick_params(labelleft=ax.get_subplotspec().is_first_col())
     for ax in axes[:, 0]:
-        ax.set_ylabel(f"least {'active edges' if cost == 'edges' else 'units'}", fontsize=9, color=INK)
-    lines = _legend(figure, drawn, next(iter(panels.values())), inches=width * len(panels))
+        ax.set_ylabel(f"least {'active edges' if cost == 'edges' else 'units'}")
+    # Every method's line beside its name, below the panels; as many in a row as the names leave room for.
+    methods, letters = next(iter(panels.values())), int(_LETTERS * width * len(panels))
+    labels = [
+        literal(label if len(curves) == 1 else f"{label}, mean ± sd of {len(curves)} seeds") for label, curves in methods.items()
+    ]
+    labels = [fill(label, letters - _LINE, break_long_words=True) for label in labels]
+    longest = max(len(line) for label in labels for line in label.split("\n"))
+    columns = max(1, min(len(labels), letters // (longest + _LINE)))
+    handles = [drawn[label] for label in methods]
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    lines = -(-len(labels) // columns) * max(1 + label.count("\n") for label in labels)
     if note:
-        above = fill(note, int(_LETTERS * width * len(panels)))
+        above = fill(note, letters)
         figure.suptitle(literal(above), fontsize=8, color=INK)
         lines += 1 + above.count("\n")
     # The words around the panels take no room from them.
     figure.set_figheight(figure.get_figheight() + _INCHES_PER_LINE * lines)
     return figure
-
-
-def _legend(figure: Any, drawn: Mapping[str, Any], methods: Mapping[str, Sequence[Curve]], inches: float) -> int:
-    """Every method's line beside its name, below the panels; as many in a row as the names leave room for. Returns: How many
-    lines of text it has."""
-    labels = [
-        literal(label if len(curves) == 1 else f"{label}, mean ± sd of {len(curves)} seeds") for label, curves in methods.items()
-    ]
-    handles = [drawn[label] for label in methods]
-    longest = int(_LETTERS * inches) - _LINE
-    labels = [fill(label, longest, break_long_words=True) for label in labels]
-    letters = max(len(line) for label in labels for line in label.split("\n"))
-    columns = max(1, min(len(labels), int(_LETTERS * inches) // (letters + _LINE)))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-    rows = -(-len(labels) // columns)
-    return rows * max(1 + label.count("\n") for label in labels)
 
 
 def _draw_frontiers(ax: Any, methods: Mapping[str, Sequence[Curve]], of: str, cost: str) -> dict[str, Any]:
@@ -142,7 +135,7 @@ def _draw_frontiers(ax: Any, methods: Mapping[str, Sequence[Curve]], of: str, co
             sd, colour = least["sd"].fillna(0.0), lines[label].get_color()
             low = (least["mean"] - sd).clip(lower=0.0)
             ax.fill_between(least[of], low, least["mean"] + sd, step="pre", color=colour, alpha=0.18, linewidth=0)
-    ax.set_xlabel(AXES[of], fontsize=9, color=INK)
+    ax.set_xlabel(AXES[of])
     if not reached:
         text = "these units do not\ncarry the task"
         ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", fontsize=8)
@@ -161,12 +154,11 @@ def cost_axis(axis: Any, costs: pd.Series) -> None:
         return
     smallest, largest = float(costs[costs > 0].min()), float(costs.max())
     ticks = [10.0**p for p in range(math.ceil(math.log10(smallest)), math.floor(math.log10(largest)) + 1)]
-    limits = {"x": axis.axes.set_xlim, "y": axis.axes.set_ylim}[axis.axis_name]
-    {"x": axis.axes.set_xscale, "y": axis.axes.set_yscale}[axis.axis_name]("symlog", linthresh=smallest)
+    getattr(axis.axes, f"set_{axis.axis_name}scale")("symlog", linthresh=smallest)
     axis.set_major_locator(FixedLocator([0, *(ticks or [smallest])]))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
-    limits(-smallest * 0.06, largest * 1.25)
+    getattr(axis.axes, f"set_{axis.axis_name}lim")(-smallest * 0.06, largest * 1.25)
 
 
 def compact(value: float | int) -> str:

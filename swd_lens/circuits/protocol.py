@@ -76,15 +76,28 @@ class Outcomes:
 
 def run_protocol(protocol: Protocol, sources: Mapping[str, Any], measured: Mapping[str, Fidelity]) -> Outcomes:
     """Run it for each replacement. sources: name -> replacement, or what makes it; measured: fidelities that are known."""
-    outcomes = Outcomes(dict(measured))
+    outcomes, model, parts = Outcomes(dict(measured)), protocol.model, protocol.parts
+    shared = {"progress": protocol.progress, "dense": protocol.dense}
     for group in _groups(protocol, sources, measured):
-        _measure(protocol, group, outcomes)
+        # 1. The fidelities that are not known, in one pass over the text.
+        names = [] if protocol.tokens is None else [name for name in group if name not in outcomes.fidelities]
+        keys = {name: protocol.key_of("fidelity", name) for name in names}
+        new: dict[str, Fidelity] = {}
+        if missing := {name: group[name] for name in names if keys[name] not in parts}:
+            protocol.on_step(f"fidelity of {', '.join(missing)}")
+            new = fidelities(model, missing, protocol.tokens, progress=protocol.progress)
+        for name in names:
+            if parts.folder is None:
+                outcomes.fidelities[name] = new[name]
+            else:
+                outcomes.fidelities[name] = parts.values(
+                    keys[name], lambda of=new, name=name: of[name].as_dict(), Fidelity.from_dict
+                )
+        # 2. Scores and curves of each replacement.
         protocol.on_step(f"circuits of {', '.join(group)}")
         total = len(group) * len(protocol.tasks) * len(protocol.positions)
         with tqdm(total=total, desc="compare", unit="curve", disable=not protocol.progress, leave=False) as bar:
             for name, units in group.items():
-                # Scores and curves of one replacement.
-                model, parts, shared = protocol.model, protocol.parts, {"progress": protocol.progress, "dense": protocol.dense}
                 for task, where in product(protocol.tasks, protocol.positions):
                     how = {**shared, **protocol.attribution, "positions": where}
                     score = partial(attribute, model, units, task, **how)
@@ -132,21 +145,3 @@ def _keys(protocol: Protocol, name: str, measured: Mapping[str, Fidelity]) -> It
         yield protocol.key_of("scores", name, task.name, where)
         for kind in protocol.ablations:
             yield protocol.key_of("curve", name, task.name, where, kind)
-
-
-def _measure(protocol: Protocol, group: Mapping[str, UnitSet | None], outcomes: Outcomes) -> None:
-    """The fidelities that are not known, in one pass over the text."""
-    if protocol.tokens is None:
-        return
-    names = [name for name in group if name not in outcomes.fidelities]
-    missing = {name: group[name] for name in names if protocol.key_of("fidelity", name) not in protocol.parts}
-    new: dict[str, Fidelity] = {}
-    if missing:
-        protocol.on_step(f"fidelity of {', '.join(missing)}")
-        new = fidelities(protocol.model, missing, protocol.tokens, progress=protocol.progress)
-    for name in names:
-        if protocol.parts.folder is None:
-            outcomes.fidelities[name] = new[name]
-        else:
-            key = protocol.key_of("fidelity", name)
-            outcomes.fidelities[name] = protocol.parts.values(key, lambda name=name: new[name].as_dict(), Fidelity.from_dict)

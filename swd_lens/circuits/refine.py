@@ -35,7 +35,7 @@ from swd_lens.base.figures import INK, new_figure, style
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import with_torch_defaults
-from swd_lens.circuits.attack import BUDGET, Adversary, attack, partial_masks
+from swd_lens.circuits.attack import BUDGET, Adversary, attack, partial_masks, valid_in_ranking
 from swd_lens.circuits.bits import unit_bits_of
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.evaluate import evaluate_circuits, prefix_grid
@@ -89,15 +89,11 @@ class Refinement(Record):
 
     def table(self) -> pd.DataFrame:
         """Two rows, prefix and refined: units, edges, the threshold's value on train and validation, and on test all values."""
-        rows = pd.DataFrame(
-            {
-                "circuit": ["prefix", "refined"],
-                "units": [self.prefix.n_units, self.refined.n_units],
-                "edges": [self.prefix.n_edges, self.refined.n_edges],
-                f"{self.of} (train)": [self.train["prefix"], self.train["refined"]],
-                f"{self.of} (validation)": [self.validation["prefix"], self.validation["refined"]],
-            }
-        )
+        listed = []
+        for name, circuit in (("prefix", self.prefix), ("refined", self.refined)):
+            row = {"circuit": name, "units": circuit.n_units, "edges": circuit.n_edges}
+            listed.append(row | {f"{self.of} (train)": self.train[name], f"{self.of} (validation)": self.validation[name]})
+        rows = pd.DataFrame(listed)
         others = ("recovered", "under attack", "sufficiency", "drop", "accuracy keep")
         shown = [self.of, f"{self.of} low", f"{self.of} high", *(name for name in others if name != self.of)]
         for name in shown:
@@ -205,13 +201,13 @@ def refine(
         if isinstance(task, Task):
             runner = InterventionRunner(host, attachment, task.validation, scores, ablation, **how)
             stop = _Search(runner, scores, edges, cost, threshold, search, len(set(contents_of(task.test))))
-        if budget is None:
-            prefix, best = _chosen(search, stop, rounds, progress)
-        else:
+        adversary = None
+        if budget is not None:
             require_gradients(model)
-            valid = torch.tensor([int(edges[site][unit]) > 0 for site, unit in scores.ranking()])
+            valid = valid_in_ranking(scores, edges)
             search.limit = stop.limit = (valid, budget)
-            prefix, best = _chosen_under_attack(search, stop, Adversary(stop.runner, scores, valid), rounds, progress)
+            adversary = Adversary(stop.runner, scores, valid)
+        prefix, best = _chosen(search, stop, adversary, rounds, progress)
         both = torch.stack([prefix, best])
         values = {"train": search.values(both), "validation": stop.values(both)}
     named = {name: {"prefix": float(of[0]), "refined": float(of[1])} for name, of in values.items()}
@@ -243,19 +239,15 @@ def _tested(
 
 
 def _chosen(
-    search: "_Search", stop: "_Search", rounds: int, progress: bool
+    search: "_Search", stop: "_Search", adversary: Adversary | None, rounds: int, progress: bool
 ) -> tuple[Bool[Tensor, " unit"], Bool[Tensor, " unit"]]:
-    """The best prefix, and the cheapest circuit that was passed and holds."""
-    prefix = _best_prefix(stop)
-    best = stop.cheapest(torch.stack(_searched(search, stop, prefix, rounds, progress)))
-    assert best is not None  # the prefix is among them
-    return prefix, best
-
-
-def _chosen_under_attack(
-    search: "_Search", stop: "_Search", adversary: Adversary, rounds: int, progress: bool
-) -> tuple[Bool[Tensor, " unit"], Bool[Tensor, " unit"]]:
-    """As `_chosen`, each against an adversary that finds nothing more against it."""
+    """The best prefix, and the cheapest circuit that was passed and holds; where there is an adversary, it finds nothing more
+    against either."""
+    if adversary is None:
+        prefix = _best_prefix(stop)
+        best = stop.cheapest(torch.stack(_searched(search, stop, prefix, rounds, progress)))
+        assert best is not None  # the prefix is among them
+        return prefix, best
     valid, budget = stop.limit
     tried: list[Tensor] = [torch.ones(len(valid), dtype=torch.bool)]  # all units, against which nothing can be done
 
@@ -424,12 +416,6 @@ class _Search:
 
         return self.runner.run(len(kept), masks)[0].margins
 
-    def prefixes(self) -> Bool[Tensor, "circuit unit"]:
-        """All prefixes of the grid, and some between the last that does not reach the target and the first that does."""
-        lengths = torch.tensor(prefix_grid(len(self.ranking)))
-        reached = (self.values(self.prefixes_of(lengths)) >= self.target).nonzero()[:, 0]
-        return self.prefixes_of(self.filled(lengths, int(reached[0])) if len(reached) else lengths)
-
     @staticmethod
     def filled(lengths: Int[Tensor, " circuit"], first: int) -> Int[Tensor, " _circuit"]:
         """With at most 32 lengths between the `first` of them and the one before."""
@@ -445,7 +431,11 @@ class _Search:
         Empty where neither reaches it.
         """
         self.target = target
-        begin = torch.cat([start[None], self.prefixes()])
+        # All prefixes of the grid, and some between the last that does not reach the target and the first that does.
+        lengths = torch.tensor(prefix_grid(len(self.ranking)))
+        reached = (self.values(self.prefixes_of(lengths)) >= target).nonzero()[:, 0]
+        prefixes = self.prefixes_of(self.filled(lengths, int(reached[0])) if len(reached) else lengths)
+        begin = torch.cat([start[None], prefixes])
         begin = begin[self.values(begin) >= target]
         if not len(begin):
             return []

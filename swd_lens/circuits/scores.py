@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base.errors import legible
-from swd_lens.base.figures import INK, new_figure, style
+from swd_lens.base.figures import new_figure, style
 from swd_lens.base.record import Record
 
 _POINTS = 200  # of the figure
@@ -100,9 +100,7 @@ class UnitScores(Record):
         ax = axes[0, 0]
         ax.axhline(0.0, color="#888888", linewidth=0.8)
         ax.plot(ranks, values[ranks - 1], marker="o", markersize=2, linewidth=1.2, **style(0))
-        ax.set_xscale("log")
-        ax.set_xlabel("rank (log scale)", fontsize=9, color=INK)
-        ax.set_ylabel("score (logits of margin)", fontsize=9, color=INK)
+        ax.set(xscale="log", xlabel="rank (log scale)", ylabel="score (logits of margin)")
         return figure
 
     def __repr__(self) -> str:

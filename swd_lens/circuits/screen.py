@@ -95,16 +95,15 @@ class Screen(SavedRecord):
 
     def __repr__(self) -> str:
         """The title, and for each task how well the host does it and what it needs most."""
-        return "\n".join([self.title(), *(f"  {self._in_words(screened)}" for screened in self.tasks.values())])
-
-    def _in_words(self, screened: TaskScreen) -> str:
-        right = "" if math.isnan(screened.right) else f", right {screened.right:.0%}"
-        done = f"{screened.task}: margin {screened.margin:.2f} logits{right}"
-        if screened.margin <= 0:
-            return f"{done}; {screened.remark}"
-        label, _ = self._needed(screened)
-        costs = f"{screened.dropped(label):.2f} ± {screened.errors[label]:.2f} logits ({1 - screened.kept(label):.0%})"
-        return f"{done}; needs {label} most: {costs} lost without it"
+        lines = [self.title()]
+        for screened in self.tasks.values():
+            right, what = "" if math.isnan(screened.right) else f", right {screened.right:.0%}", screened.remark
+            if screened.margin > 0:
+                label, _ = self._needed(screened)
+                costs = f"{screened.dropped(label):.2f} ± {screened.errors[label]:.2f} logits ({1 - screened.kept(label):.0%})"
+                what = f"needs {label} most: {costs} lost without it"
+            lines.append(f"  {screened.task}: margin {screened.margin:.2f} logits{right}; {what}")
+        return "\n".join(lines)
 
     def skill(self) -> pd.DataFrame:
         """How well the dense host does each task."""

@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.checks import bounded
-from swd_lens.base.figures import INK, new_figure, style
+from swd_lens.base.figures import new_figure, style
 from swd_lens.base.record import SavedRecord
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.circuits.ablation import replaced_masks
@@ -94,8 +94,7 @@ class DenseTransfer(SavedRecord):
         ends = [min(x.min(), y.min()), max(x.max(), y.max())]
         ax.plot(ends, ends, linewidth=1.0, color="#888888")
         ax.plot(x, y, marker="o", markersize=3, **(style(0) | {"linestyle": ""}))
-        ax.set_xlabel("margin in the replacement (logits)", fontsize=9, color=INK)
-        ax.set_ylabel("margin with the error term (logits)", fontsize=9, color=INK)
+        ax.set(xlabel="margin in the replacement (logits)", ylabel="margin with the error term (logits)")
         return figure
 
     def in_words(self) -> str:

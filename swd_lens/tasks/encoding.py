@@ -122,15 +122,14 @@ class UnknownWords:
         # Where a tokenizer has no token for unknown words it often calls another one so (GPT-2: "<|endoftext|>").
         if unknown is None or unknown not in ids or self.tokenizer.unk_token in text:
             return
-        self.words |= dict.fromkeys(self._words_of(text, unknown))
-
-    def _words_of(self, text: str, unknown: int) -> list[str]:
-        if not getattr(self.tokenizer, "is_fast", False):
-            words = text.split()
-            return [word for word in words if unknown in self.tokenizer(" " + word, add_special_tokens=False)["input_ids"]]
-        read = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        spans = zip(read["input_ids"], read["offset_mapping"], strict=True)
-        return [text[start:end].strip() or text[start:end] for token, (start, end) in spans if token == unknown]
+        if getattr(self.tokenizer, "is_fast", False):
+            read = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            spans = zip(read["input_ids"], read["offset_mapping"], strict=True)
+            words = [text[start:end].strip() or text[start:end] for token, (start, end) in spans if token == unknown]
+        else:
+            every = text.split()
+            words = [word for word in every if unknown in self.tokenizer(" " + word, add_special_tokens=False)["input_ids"]]
+        self.words |= dict.fromkeys(words)
 
     def warn(self, what: str) -> None:
         """Warn once, naming the words, if there are any. what: whose text it is, for the message."""

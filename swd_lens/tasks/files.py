@@ -63,20 +63,21 @@ def read_auto_circuit(path: Path) -> list[TaskExample]:
         raise TaskError(f'{path} is not an auto-circuit task file (JSON with a "prompts" list): {why}') from None
     if not isinstance(prompts, list):
         raise TaskError(f'{path}: "prompts" must be a list, got {type(prompts).__name__}')
-    return [_example(path, i, prompt) for i, prompt in enumerate(prompts)]
-
-
-def _example(path: Path, i: int, prompt: dict) -> TaskExample:
-    try:
-        clean, answers, wrong = prompt["clean"], prompt["answers"], prompt["wrong_answers"]
-    except (KeyError, TypeError):
-        raise TaskError(f'{path}: prompt {i} lacks "clean", "answers" or "wrong_answers"') from None
-    corrupt = prompt.get("corrupt")
-    if not isinstance(answers, list) or not isinstance(wrong, list):
-        raise TaskError(f'{path}: "answers" and "wrong_answers" of prompt {i} must be lists of strings')
-    if not all(isinstance(text, str) for text in [clean, *answers, *wrong, "" if corrupt is None else corrupt]):
-        raise TaskError(f"{path}: prompt {i} holds token ids instead of strings, which tie it to one tokenizer; not supported")
-    return TaskExample(clean, tuple(answers), tuple(wrong), corrupt, {"file": path.name})
+    examples = []
+    for i, prompt in enumerate(prompts):
+        try:
+            clean, answers, wrong = prompt["clean"], prompt["answers"], prompt["wrong_answers"]
+        except (KeyError, TypeError):
+            raise TaskError(f'{path}: prompt {i} lacks "clean", "answers" or "wrong_answers"') from None
+        corrupt = prompt.get("corrupt")
+        if not isinstance(answers, list) or not isinstance(wrong, list):
+            raise TaskError(f'{path}: "answers" and "wrong_answers" of prompt {i} must be lists of strings')
+        if not all(isinstance(text, str) for text in [clean, *answers, *wrong, "" if corrupt is None else corrupt]):
+            raise TaskError(
+                f"{path}: prompt {i} holds token ids instead of strings, which tie it to one tokenizer; not supported"
+            )
+        examples.append(TaskExample(clean, tuple(answers), tuple(wrong), corrupt, {"file": path.name}))
+    return examples
 
 
 # ---------------------------------------------------------------------------------------------- JSON lines
@@ -198,7 +199,11 @@ def read_edge_pruning(path: Path, *, splits: Sequence[str] | None = None, inclus
         raise TaskError(f"{path} holds one split; pass the folder that holds all of them (with dataset_dict.json)")
     if not saved:
         raise TaskError(f"{path} cannot be read by datasets.load_from_disk: it has no splits")
-    task = task_of_fields(next(iter(saved.values())).column_names, str(path))
+    fields = next(iter(saved.values())).column_names
+    task = next((task for task, needed in FIELDS.items() if set(needed) <= set(fields)), None)
+    if task is None:
+        known = "; ".join(f"{task}: {', '.join(needed)}" for task, needed in FIELDS.items())
+        raise TaskError(f"{path} has the fields {', '.join(fields)}, which belong to none of Edge-Pruning's tasks ({known})")
     names, note = _splits(path, task, [str(name) for name in saved], splits)
     rows: dict[str, list[TaskExample]] = {split: [] for split in names}
     dropped: dict[str, Counter[str]] = {split: Counter() for split in names}
@@ -237,15 +242,6 @@ def _splits(path: Path, task: str, has: list[str], asked: Sequence[str] | None) 
             "test) or splits=(train, validation, test)"
         )
     return dict(zip(("train", "test") if len(names) == 2 else SPLITS, names, strict=True)), note
-
-
-def task_of_fields(fields: list[str], where: str) -> str:
-    """Which of Edge-Pruning's tasks a row with these fields belongs to. Raises TaskError: none of them."""
-    for task, needed in FIELDS.items():
-        if set(needed) <= set(fields):
-            return task
-    known = "; ".join(f"{task}: {', '.join(needed)}" for task, needed in FIELDS.items())
-    raise TaskError(f"{where} has the fields {', '.join(fields)}, which belong to none of Edge-Pruning's tasks ({known})")
 
 
 def row_example(task: str, row: Mapping[str, Any], where: str, inclusive: bool = False) -> TaskExample:

@@ -1,6 +1,6 @@
 """Prompt: what a host is to run on, as token ids, given as text or as ids.
 
-1. `Prompt.of` turns a text, or the messages of a chat (chat.py), into ids with the host's tokenizer, with a BOS where the host
+1. `Prompt.of` turns a text, or the messages of a chat (`as_text`), into ids with the host's tokenizer, with a BOS where the host
    puts one and a warning that names the words it does not know (encoding.py), as for tasks. A text that brings its BOS gets no
    second one, which is said; ids are checked as token rows are (text.py). `Prompt.several` reads a list.
 2. What a prompt may lack (one row, tokens to score, room in the context) are fields: each caller says in its own words what it
@@ -8,7 +8,7 @@
 3. `decoded` and `token_strings` are how ids read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from swd_lens.base.errors import TokenError
 from swd_lens.tasks.cautions import begins_twice, warn_of_second_bos
-from swd_lens.tasks.chat import as_text, is_chat
-from swd_lens.tasks.encoding import UnknownWords
+from swd_lens.tasks.encoding import UnknownWords, begins_with_bos
 from swd_lens.tasks.text import as_rows
 from swd_lens.tasks.tokenize import TaskTokenizer
 
@@ -46,24 +45,11 @@ class Prompt:
             prepend_bos: of a text; None = as the host does it, as for tasks.
 
         Raises:
-            TokenError: a text for a host without a tokenizer, a chat that cannot be made a text (see `chat_text`), or ids that
+            TokenError: a text for a host without a tokenizer, a chat that cannot be made a text (see `as_text`), or ids that
                 are none (see `as_rows`).
             TaskError: a BOS is asked of a tokenizer that has none.
         """
         return cls._read_all(model, [given], caller, prepend_bos)[0]
-
-    @classmethod
-    def _read(cls, model: Any, given: Any, caller: str, prepend_bos: bool | None, unknown: UnknownWords) -> "Prompt":
-        given = as_text(model, given, prepend_bos)
-        if not isinstance(given, str):
-            rows = as_rows(given, model)
-            return cls(tuple(rows[0].tolist()), n_rows=len(rows))
-        if model.tokenizer is None:
-            raise TokenError("this host has no tokenizer, so strings cannot be its prompts; pass token ids")
-        tokenizer = TaskTokenizer(caller, model, prepend_bos)
-        ids, unusable = tokenizer.prompt_ids(given)
-        unknown.see(given, ids)
-        return cls(tuple(ids), given, tokenizer.prepend_bos, unusable=None if unusable is None else str(unusable))
 
     @classmethod
     def several(cls, model: Any, given: Any, caller: str, *, prepend_bos: bool | None = None) -> "list[Prompt]":
@@ -76,16 +62,59 @@ class Prompt:
     @classmethod
     def _read_all(cls, model: Any, prompts: list[Any], caller: str, prepend_bos: bool | None) -> "list[Prompt]":
         """Prompts, and one warning of each kind for all of them."""
-        unknown = UnknownWords(model.tokenizer)
-        read = [cls._read(model, prompt, caller, prepend_bos, unknown) for prompt in prompts]
+        unknown, read, twice = UnknownWords(model.tokenizer), [], []
+        for given in (as_text(model, prompt, prepend_bos) for prompt in prompts):
+            if not isinstance(given, str):
+                rows = as_rows(given, model)
+                read.append(cls(tuple(rows[0].tolist()), n_rows=len(rows)))
+                continue
+            if model.tokenizer is None:
+                raise TokenError("this host has no tokenizer, so strings cannot be its prompts; pass token ids")
+            tokenizer = TaskTokenizer(caller, model, prepend_bos)
+            ids, why = tokenizer.prompt_ids(given)
+            unknown.see(given, ids)
+            twice += [given] if tokenizer.prepend_bos and begins_twice(model.tokenizer, given) else []
+            read.append(cls(tuple(ids), given, tokenizer.prepend_bos, unusable=None if why is None else str(why)))
         unknown.warn(caller)
-        given = [prompt.text for prompt in read if prompt.text is not None and prompt.prepend_bos]
-        warn_of_second_bos(model.tokenizer, caller, [text for text in given if begins_twice(model.tokenizer, text)])
+        warn_of_second_bos(model.tokenizer, caller, twice)
         return read
 
     def row(self, model: Any) -> Int[Tensor, " pos"]:
         """The ids, for a host that can run them. Raises TokenError: there are none, or more than the host's context holds."""
         return as_rows(list(self.ids), model)[0]
+
+
+def is_chat(given: Any) -> bool:
+    """Whether a prompt is a list of messages, `[{"role": "user", "content": "..."}]`."""
+    return isinstance(given, list | tuple) and len(given) > 0 and all(isinstance(message, Mapping) for message in given)
+
+
+def as_text(model: Any, given: Any, prepend_bos: bool | None) -> Any:
+    """The text of a chat, by the tokenizer's chat template, up to where the assistant writes; anything else as it is.
+
+    Templates print BOS themselves: where prompts begin with BOS anyway, it is taken off, so that there is one.
+
+    Args:
+        given: messages, each a mapping with "role" and "content"; or another prompt.
+        prepend_bos: whether BOS is put before prompts; None = as the host does it.
+
+    Raises TokenError: a host without a tokenizer, a tokenizer without a chat template, or messages that its template refuses.
+    """
+    if not is_chat(given):
+        return given
+    if model.tokenizer is None:
+        raise TokenError("this host has no tokenizer, so strings cannot be its prompts; pass token ids")
+    if not getattr(model.tokenizer, "chat_template", None):
+        raise TokenError("this host's tokenizer has no chat template, so messages cannot be its prompt; pass a text")
+    try:
+        chat = [dict(message) for message in given]
+        text = model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    except Exception as cause:  # templates are programs of their own: they raise what they like
+        raise TokenError(
+            f"the chat template of this host's tokenizer refuses these messages: {type(cause).__name__}: {cause}"
+        ) from cause
+    with_bos = begins_with_bos(model) if prepend_bos is None else prepend_bos
+    return text.removeprefix(model.tokenizer.bos_token or "") if with_bos else text
 
 
 def decoded(model: Any, ids: Sequence[int]) -> str:

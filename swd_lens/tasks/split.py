@@ -118,8 +118,14 @@ class Bucket:
         elif columns.ndim > 2:
             return torch.stack([self.margin(run) for run in columns])
         else:
-            # A copy: a metric may write into what it is given.
-            margins = self._measured(self.metric(columns.clone(), list(self.examples)), len(columns))
+            values, batch = self.metric(columns.clone(), list(self.examples)), len(columns)  # a metric may write into the copy
+            if not (isinstance(values, Tensor) and values.shape == (batch,) and values.is_floating_point()):
+                got = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+                raise TaskError(
+                    f"metric {quoted(getattr(self.metric, '__name__', self.metric))} must give one float per prompt, a tensor of "
+                    f"shape ({batch},); it gave {got}. It is called as metric(logits, examples) with logits (batch, vocab)"
+                )
+            margins = values.float()
         if not bool(margins.isfinite().all()):
             first = tuple((~margins.isfinite()).nonzero()[0].tolist())
             raise TaskError(
@@ -143,15 +149,6 @@ class Bucket:
             few = "" if self.token_ids is None else f"the {len(self.token_ids)} of bucket.token_ids, or "
             raise TaskError(f"logits have {logits.shape[-1]} columns; give {few}the whole vocabulary's {self.d_vocab}")
         return logits if self.token_ids is None else logits[..., self.token_ids.to(logits.device)]
-
-    def _measured(self, values: Any, batch: int) -> Tensor:
-        if isinstance(values, Tensor) and values.shape == (batch,) and values.is_floating_point():
-            return values.float()
-        got = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-        raise TaskError(
-            f"metric {quoted(getattr(self.metric, '__name__', self.metric))} must give one float per prompt, a tensor of "
-            f"shape ({batch},); it gave {got}. It is called as metric(logits, examples) with logits (batch, vocab)"
-        )
 
 
 @with_torch_defaults
@@ -184,19 +181,10 @@ class TaskSplit:
 
     def and_then(self, other: "TaskSplit") -> "TaskSplit":
         """This split's prompts, then another's of the same task, for what is run on both: its buckets hold prompts of both."""
-        corrupt = (
-            [split.corrupt or (None,) * len(split) for split in (self, other)] if self.corrupt or other.corrupt else [(), ()]
-        )
-        return replace(
-            self,
-            name=f"{self.name} and {other.name}",
-            examples=self.examples + other.examples,
-            tokens=self.tokens + other.tokens,
-            answer_ids=self.answer_ids + other.answer_ids,
-            distractor_ids=self.distractor_ids + other.distractor_ids,
-            corrupt=corrupt[0] + corrupt[1],
-            dropped={},
-        )
+        both = {name: getattr(self, name) + getattr(other, name) for name in PER_PROMPT}
+        if both["corrupt"]:
+            both["corrupt"] = tuple(each for split in (self, other) for each in split.corrupt or (None,) * len(split))
+        return replace(self, name=f"{self.name} and {other.name}", dropped={}, **both)
 
     def table(self) -> pd.DataFrame:
         """One row per example: prompt, answers and distractors (spaces as dots), and the prompt's tokens counted."""
@@ -260,20 +248,17 @@ class TaskSplit:
         size = batch_size if self.metric is None else min(batch_size, max(1, CHUNK_BYTES // (4 * self.d_vocab)))
         batches = same_length([len(prompt) for prompt in self.tokens], lambda _: size)
         for rows in sorted(batches, key=lambda rows: len(self.tokens[rows[0]])):
-            yield self._bucket(rows)
-
-    def _bucket(self, rows: list[int]) -> Bucket:
-        return Bucket(
-            torch.tensor(rows),
-            torch.stack([self.tokens[i] for i in rows]),
-            self._weights(self.answer_ids, rows),
-            self._weights(self.distractor_ids, rows),
-            self.token_ids,
-            self.d_vocab,
-            tuple(self.corrupt[i] if self.corrupt else None for i in rows),
-            tuple(self.examples[i] for i in rows),
-            self.metric,
-        )
+            yield Bucket(
+                torch.tensor(rows),
+                torch.stack([self.tokens[i] for i in rows]),
+                self._weights(self.answer_ids, rows),
+                self._weights(self.distractor_ids, rows),
+                self.token_ids,
+                self.d_vocab,
+                tuple(self.corrupt[i] if self.corrupt else None for i in rows),
+                tuple(self.examples[i] for i in rows),
+                self.metric,
+            )
 
     def _weights(self, ids: Sequence[Sequence[int]], rows: list[int]) -> Float[Tensor, "batch answer"]:
         if self.token_ids is None:

@@ -73,7 +73,7 @@ class TokenStream:
         bounded("n_rows", n_rows, 1, error=TokenError)
         bounded("row_length", 1 if row_length is None else row_length, 1, error=TokenError)
         self._source = cast(Callable[[], Iterable[Any]], source)
-        self._n_rows, self._host = int(n_rows), _ANY_HOST
+        self.n_rows, self._host = int(n_rows), _ANY_HOST
         self._known = _Known(row_length)
         self.counting = Counting()
 
@@ -82,10 +82,6 @@ class TokenStream:
 
     def _repr_html_(self) -> str:
         return card(repr(self))
-
-    @property
-    def n_rows(self) -> int:
-        return self._n_rows
 
     @property
     def row_length(self) -> int:

@@ -20,9 +20,8 @@ from torch import Tensor
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import TaskError, encodable, quoted, seen
 from swd_lens.base.surroundings import with_torch_defaults
-from swd_lens.tasks.chat import as_text, is_chat
 from swd_lens.tasks.generators.words import SPLITS
-from swd_lens.tasks.prompt import Prompt, decoded
+from swd_lens.tasks.prompt import Prompt, as_text, decoded, is_chat
 from swd_lens.tasks.split import Bucket, TaskExample, TaskSplit, Unusable
 from swd_lens.tasks.text import as_rows
 from swd_lens.tasks.tokenize import DUPLICATE, Collector, TaskTokenizer
@@ -178,14 +177,13 @@ class Task:
         """
         _check_fractions(validation_fraction, test_fraction)
         # Chats become texts; what is no list of prompts is refused below.
-        columns: list[Any] = [
+        texts: list[Any] = [
             [as_text(model, prompt, prepend_bos) for prompt in column]
             if isinstance(column, list | tuple) and not is_chat(column)
             else column
             for column in (prompts, corrupt)
         ]
-        prompts, corrupt = columns
-        examples = _examples(name, prompts, answers, distractors, corrupt, metric)
+        examples = _examples(name, texts[0], answers, distractors, texts[1], metric)
         again = 0
         if on_bad == "drop":  # before the split, so that all parts get their share
             different = {example.prompt: example for example in reversed(examples)}
@@ -266,7 +264,14 @@ class Task:
         right = _single_ids(model, location, "an answer", answers)
         wrong = _single_ids(model, location, "a distractor", distractors)
         _require_apart(location, right, wrong)
-        _warn_of_prompt(model, read, (answers, distractors), (right, wrong))
+        if read.text is not None:
+            answer_texts, distractor_texts = (
+                tuple(t for t in (side if isinstance(side, list | tuple) else [side]) if isinstance(t, str))
+                for side in (answers, distractors)
+            )
+            cautions = TaskTokenizer("one prompt", model, False).cautions  # of a BOS in the text it was warned when it was read
+            cautions.see(TaskExample(read.text, answer_texts, distractor_texts), list(read.ids), right, wrong)
+            cautions.warn("the prompt")
         split = split_of_ids("one prompt", "train", model, [read.row(model)], [right], [wrong])
         return replace(split, source="one prompt", prepend_bos=read.prepend_bos)
 
@@ -366,18 +371,6 @@ def _single_ids(model: Any, location: str, role: str, given: Any) -> tuple[int, 
     except Unusable as why:
         raise TaskError(f"{location}: {why}") from None
     return tuple(dict.fromkeys(ids))
-
-
-def _warn_of_prompt(model: Any, prompt: Prompt, given: tuple[Any, Any], ids: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    """The cautions of one prompt, with its answers and distractors, where it is a text."""
-    if prompt.text is None:
-        return
-    tokenizer = TaskTokenizer("one prompt", model, False)  # a BOS in the text was warned of when it was read
-    right, wrong = (
-        tuple(t for t in (side if isinstance(side, list | tuple) else [side]) if isinstance(t, str)) for side in given
-    )
-    tokenizer.cautions.see(TaskExample(prompt.text, right, wrong), list(prompt.ids), *ids)
-    tokenizer.cautions.warn("the prompt")
 
 
 def _require_apart(location: str, right: tuple[int, ...], wrong: tuple[int, ...]) -> None:

@@ -70,20 +70,12 @@ def as_rows(tokens: Any, model: Any, *, padded: bool = False) -> Int[Tensor, "ro
         raise TokenError(
             f"rows of {rows.shape[1]} tokens do not fit the host's context of {model.cfg.n_ctx}; cut them into shorter rows"
         )
-    if not padded:
-        _refuse_padding(rows, model)
-    return rows
-
-
-def _refuse_padding(rows: Int[Tensor, "rows pos"], model: Any) -> None:
-    """Two pad tokens at an end of a row are padding, one may be the text's own EOS, by which many tokenizers pad.
-
-    Where BOS is that token, too, the first token of a row is not looked at: one EOS may follow it.
-    """
     tokenizer = getattr(model, "tokenizer", None)
     pad = getattr(tokenizer, "pad_token_id", None)
-    if not isinstance(pad, int):
-        return
+    if padded or not isinstance(pad, int):
+        return rows
+    # Two pad tokens at an end of a row are padding, one may be the text's own EOS, by which many tokenizers pad. Where BOS is
+    # that token, too, the first token of a row is not looked at: one EOS may follow it.
     skipped = int(pad == getattr(tokenizer, "bos_token_id", None))
     for end, two in (("begins", rows[:, skipped : skipped + 2]), ("ends", rows[:, -2:])):
         if two.shape[1] == 2 and bool((at_end := (two == pad).all(1)).any()):
@@ -94,6 +86,7 @@ def _refuse_padding(rows: Int[Tensor, "rows pos"], model: Any) -> None:
                 "here): padding is no text. Pass rows of equal length that are cut from text (load_text, pack_text); or "
                 "attention_mask= to factorize and fidelity, which leaves it out"
             )
+    return rows
 
 
 def same_length(lengths: Sequence[int], at_once: Callable[[int], int]) -> list[list[int]]:
@@ -316,7 +309,8 @@ def documents_of(source: Any, documents: str = "one") -> tuple[Iterator[tuple[bo
     if isinstance(source, str | Path) and os.path.isfile(source):  # False, too, for text that is too long for a name
         if documents == "one":
             return _blocks(Path(source)), f"file {Path(source).name}"
-        split = split_documents(_lines(Path(source)), documents)
+        lines = (line for _, block in _blocks(Path(source)) for line in block.splitlines(keepends=True))
+        split = split_documents(lines, documents)
         return ((True, text) for text in split), f"file {Path(source).name}"
     if isinstance(source, str) and source in NAMES:
         return ((True, text) for text in _texts(named_documents(source))), f"text {source}"
@@ -347,11 +341,6 @@ def _blocks(path: Path) -> Iterator[tuple[bool, str]]:
                 first = False
         except UnicodeDecodeError as cause:
             raise TokenError(f"{path} is not UTF-8 text: {cause}") from None
-
-
-def _lines(path: Path) -> Iterator[str]:
-    for _, block in _blocks(path):
-        yield from block.splitlines(keepends=True)
 
 
 def _texts(documents: Iterable[Any]) -> Iterator[str]:

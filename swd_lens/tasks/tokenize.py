@@ -54,7 +54,7 @@ class TaskTokenizer:
         self.unknown, self.cautions = UnknownWords(model.tokenizer), Cautions(self)
         self.short = functools.cache(lambda text: tuple(self.ids(text)))  # of answers, which come again and again
         self.single = functools.cache(self._single)
-        self.side = functools.cache(self._side)
+        self.side = functools.cache(lambda texts, role: tuple(dict.fromkeys(self.single(text, role) for text in texts)))
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text. Raises TaskError: the tokenizer cannot read it (a lone surrogate, half of an emoji, is no
@@ -87,9 +87,6 @@ class TaskTokenizer:
         if len(ids) > self.n_ctx:
             return ids, Unusable(f"{what} longer than the context", f"{len(ids)} tokens, n_ctx is {self.n_ctx}")
         return ids, None
-
-    def _side(self, texts: tuple[str, ...], role: str) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(self.single(text, role) for text in texts))
 
     def _single(self, text: str, role: str) -> int:
         ids = self.ids(text)

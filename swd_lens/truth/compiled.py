@@ -87,8 +87,6 @@ def compiled(*, rotated: bool = False, noise: float = 0.0, prompts: int = 60, se
     g = torch.Generator().manual_seed(seed)
     truths, circuits = _units(g)
     model = _host()
-    _write_embeddings(model)
-    _write_attention(model)
     for layer, site in enumerate(SITES):
         weight = truths[site].read @ truths[site].write
         if noise:
@@ -97,14 +95,22 @@ def compiled(*, rotated: bool = False, noise: float = 0.0, prompts: int = 60, se
         model.blocks[layer].attn.W_O.data.copy_(weight.view_as(model.blocks[layer].attn.W_O))
     turn = rotation_of(_D_MODEL, seed) if rotated else None
     if turn is not None:
-        _turn(model, turn)
+        # Every weight that reads or writes the residual stream in turned channels: x becomes x @ turn.
+        for embedding, name in ((model.embed, "W_E"), (model.pos_embed, "W_pos")):
+            getattr(embedding, name).data = getattr(embedding, name).data @ turn
+        model.unembed.W_U.data = turn.T @ model.unembed.W_U.data
+        for block in model.blocks:
+            for name in ("W_Q", "W_K", "W_V"):
+                getattr(block.attn, name).data = turn.T @ getattr(block.attn, name).data
+            block.attn.W_O.data = block.attn.W_O.data @ turn
         truths = {site: TrueUnits(truth.read, truth.write @ turn) for site, truth in truths.items()}
     tasks = {name: _task(model, name, prompts, g) for name in PROGRAMS}
     return Compiled(model, tasks, truths, circuits, turn)
 
 
 def _host() -> Any:
-    """The empty transformer: all weights zero."""
+    """The transformer before its units: words and positions as one-hot channels, each answer reads its channel; where each head
+    looks, every head carries the word that stands there. W_O is zero."""
     require_hooked_transformer(ImportError)
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
@@ -126,6 +132,28 @@ def _host() -> Any:
     model = HookedTransformer(cfg)
     for parameter in model.parameters():
         parameter.data.zero_()
+    # 1. Embeddings and answers.
+    words, positions, halves = torch.arange(WORDS), torch.arange(CONTEXT), torch.arange(2)
+    model.embed.W_E.data[1 + words, _CHANNELS["word"] + words] = 1.0
+    model.pos_embed.W_pos.data[positions, _CHANNELS["position"] + positions] = 1.0
+    for name in ("previous", "reverse", "induction"):
+        model.unembed.W_U.data[_CHANNELS[name] + words, _ANSWERS[name] + words] = 1.0
+    model.unembed.W_U.data[_CHANNELS["fraction"] + halves, _ANSWERS["fraction"] + halves] = 10.0
+    # 2. Attention.
+    first, second = (block.attn for block in model.blocks)
+    place = _CHANNELS["position"]
+    for attn, heads in ((first, (0, 1, 2)), (second, (0,))):
+        for head in heads:
+            attn.W_V.data[head, _CHANNELS["word"] + words, words] = 1.0
+    for position in range(CONTEXT):  # a head's dimensions are positions here; WORDS >= CONTEXT
+        first.W_Q.data[0, place + position, position] = _SHARP
+        first.W_Q.data[2, place + position, position] = _SHARP
+        if position + 1 < CONTEXT:
+            first.W_K.data[0, place + position, position + 1] = 1.0
+        if 0 < position <= MIDDLE:  # 2 MIDDLE - i for positions i from the middle on
+            first.W_K.data[2, place + position, 2 * MIDDLE - position] = 1.0
+    second.W_Q.data[0, _CHANNELS["word"] + words, words] = _SHARP
+    second.W_K.data[0, _CHANNELS["previous"] + words, words] = 1.0
     return model.eval()
 
 
@@ -171,46 +199,6 @@ def _vector(size: int, places: list[int], g: torch.Generator, value: float | Non
     return vector
 
 
-def _write_embeddings(model: Any) -> None:
-    """Words and positions as one-hot channels; each answer reads its channel."""
-    words, positions = torch.arange(WORDS), torch.arange(CONTEXT)
-    model.embed.W_E.data[1 + words, _CHANNELS["word"] + words] = 1.0
-    model.pos_embed.W_pos.data[positions, _CHANNELS["position"] + positions] = 1.0
-    for name in ("previous", "reverse", "induction"):
-        model.unembed.W_U.data[_CHANNELS[name] + words, _ANSWERS[name] + words] = 1.0
-    halves = torch.arange(2)
-    model.unembed.W_U.data[_CHANNELS["fraction"] + halves, _ANSWERS["fraction"] + halves] = 10.0
-
-
-def _write_attention(model: Any) -> None:
-    """Where each head looks; every head carries the word that stands there."""
-    first, second = (block.attn for block in model.blocks)
-    words, place = torch.arange(WORDS), _CHANNELS["position"]
-    for attn, heads in ((first, (0, 1, 2)), (second, (0,))):
-        for head in heads:
-            attn.W_V.data[head, _CHANNELS["word"] + words, words] = 1.0
-    for position in range(CONTEXT):  # a head's dimensions are positions here; WORDS >= CONTEXT
-        first.W_Q.data[0, place + position, position] = _SHARP
-        first.W_Q.data[2, place + position, position] = _SHARP
-        if position + 1 < CONTEXT:
-            first.W_K.data[0, place + position, position + 1] = 1.0
-        if 0 < position <= MIDDLE:  # 2 MIDDLE - i for positions i from the middle on
-            first.W_K.data[2, place + position, 2 * MIDDLE - position] = 1.0
-    second.W_Q.data[0, _CHANNELS["word"] + words, words] = _SHARP
-    second.W_K.data[0, _CHANNELS["previous"] + words, words] = 1.0
-
-
-def _turn(model: Any, turn: Float[Tensor, "d_model d_model"]) -> None:
-    """Every weight that reads or writes the residual stream in turned channels: x becomes x @ turn."""
-    model.embed.W_E.data = model.embed.W_E.data @ turn
-    model.pos_embed.W_pos.data = model.pos_embed.W_pos.data @ turn
-    model.unembed.W_U.data = turn.T @ model.unembed.W_U.data
-    for block in model.blocks:
-        for name in ("W_Q", "W_K", "W_V"):
-            getattr(block.attn, name).data = turn.T @ getattr(block.attn, name).data
-        block.attn.W_O.data = block.attn.W_O.data @ turn
-
-
 # ---------------------------------------------------------------------------------------------- tasks
 
 
@@ -219,34 +207,25 @@ def _task(model: Any, name: str, n: int, g: torch.Generator) -> Task:
     rows, answers = [], []
     seen: set[tuple[int, ...]] = set()
     while len(rows) < n:
-        words = _words(name, g)
-        if words is None or tuple(words) in seen:
+        # All words differ but where induction repeats one.
+        length = int(torch.randint(MIDDLE + 1, CONTEXT, (1,), generator=g))
+        words = torch.randperm(WORDS, generator=g)[:length].tolist()
+        if name == "induction":
+            words[-1] = words[int(torch.randint(0, length - 2, (1,), generator=g))]
+        tie = name == "fraction" and 2 * sum(_counts(word) for word in words) == length
+        if tie or tuple(words) in seen:
             continue
         seen.add(tuple(words))
         rows.append([_BOS, *(1 + word for word in words)])
-        answers.append(_ANSWERS[name] + _answer(name, words))
+        if name == "previous":
+            answer = words[-2]
+        elif name == "reverse":
+            answer = words[2 * MIDDLE - length - 1]  # `length` is the position of the last word: BOS stands at 0
+        elif name == "induction":
+            answer = words[words.index(words[-1]) + 1]
+        else:
+            answer = int(2 * sum(_counts(word) for word in words) < length)
+        answers.append(_ANSWERS[name] + answer)
     choices = range(_ANSWERS[name], _ANSWERS[name] + (2 if name == "fraction" else WORDS))
     distractors = [[token for token in choices if token != answer] for answer in answers]
     return Task.from_tokens(name, model, rows, answers, distractors)
-
-
-def _words(name: str, g: torch.Generator) -> list[int] | None:
-    """Words of a prompt, all different but where induction repeats one; None where they would be no prompt of the task."""
-    length = int(torch.randint(MIDDLE + 1, CONTEXT, (1,), generator=g))
-    words = torch.randperm(WORDS, generator=g)[:length].tolist()
-    if name == "induction":
-        words[-1] = words[int(torch.randint(0, length - 2, (1,), generator=g))]
-    if name == "fraction" and 2 * sum(_counts(word) for word in words) == length:
-        return None  # a tie
-    return words
-
-
-def _answer(name: str, words: list[int]) -> int:
-    last = len(words)  # the position of the last word: BOS stands at 0
-    if name == "previous":
-        return words[-2]
-    if name == "reverse":
-        return words[2 * MIDDLE - last - 1]
-    if name == "induction":
-        return words[words.index(words[-1]) + 1]
-    return int(2 * sum(_counts(word) for word in words) < last)

@@ -71,10 +71,6 @@ def _standard_width(preset: str) -> Callable[[Problem], Answer]:
     return lambda problem: _swd(problem, preset=preset, units=None)
 
 
-def _wider(problem: Problem) -> Answer:
-    return _swd(problem, units=2 * problem.units)
-
-
 def _sparse_reads(problem: Problem) -> Answer:
     """As many edges as dense write vectors take on top of half of the budget: for outputs without a privileged basis."""
     d_in, d_out = problem.weight.shape
@@ -188,7 +184,7 @@ METHODS: Mapping[str, Callable[[Problem], Answer]] = {
     "SWD paper": _standard_width("paper"),
     "SWD from inputs": lambda problem: _swd(problem, basis="input"),
     "SWD from outputs": lambda problem: _swd(problem, basis="output"),
-    "SWD, twice the units": _wider,
+    "SWD, twice the units": lambda problem: _swd(problem, units=2 * problem.units),
     "SWD, sparse reads": _sparse_reads,
     "neurons": lambda problem: _exact(neuron_factors(problem.weight)),
     "neurons pruned": _standard_width("pruned"),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,21 +40,9 @@ from swd_lens.truth.toys import PUBLISHED, Toy, residual_mlp, superposition
 from swd_lens.units.factors import Factors
 
 PARTS = ("planted", "compiled", "toys")
-COLUMNS = (
-    "part",
-    "case",
-    "method",
-    "units",
-    "edges",
-    "F1",
-    "MMCS",
-    "error",
-    "unit AUROC",
-    "edge AUROC",
-    "row MMCS",
-    "ML2R",
-    "seconds",
-)
+_ABOUT = ("part", "case", "method")
+_NUMBERS = ("units", "edges", "F1", "MMCS", "error", "unit AUROC", "edge AUROC", "row MMCS", "ML2R", "seconds")
+COLUMNS = (*_ABOUT, *_NUMBERS)
 FILE = "truth.json"
 # Methods of many seconds a matrix -> the planted and compiled cases in which they take part; at toys they do in all.
 COSTLY = {
@@ -113,8 +102,7 @@ class TruthTable(SavedRecord):
     settings: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        numbers = [name for name in COLUMNS if name not in ("part", "case", "method")]
-        rows = self.rows.astype(dict.fromkeys(numbers, float))  # a column without any number comes from JSON as None
+        rows = self.rows.astype(dict.fromkeys(_NUMBERS, float))  # a column without any number comes from JSON as None
         object.__setattr__(self, "rows", rows)
 
     def table(self, part: str | None = None) -> pd.DataFrame:
@@ -208,14 +196,14 @@ def run_truth(
         one_of("case", case, [name for part in parts for name in names[part]])
     for method in methods or ():
         one_of("method", method, METHODS)
-    steps = [
-        (part, case, method, seed)
-        for part in parts
-        for case in names[part]
-        if cases is None or case in cases
-        for method in methods or METHODS
-        for seed in _seeds(part, case, method, seeds)
-    ]
+    steps = []
+    for part in parts:
+        chosen = [case for case in names[part] if cases is None or case in cases]
+        for case, method in product(chosen, methods or METHODS):
+            # A costly method takes part in some planted and compiled cases, with one matrix each.
+            costly = method in COSTLY and part != "toys"
+            n = int(case in COSTLY[method]) if costly else seeds if part == "planted" else 1
+            steps += [(part, case, method, seed) for seed in range(n)]
     folder = None if out is None else Path(out)
     rows: list[dict[str, Any]] = []
     toys: dict[str, dict[str, float]] = {}
@@ -229,25 +217,13 @@ def run_truth(
             reached(f", {done + 1} of {len(steps)} answers finished")
             if part == "toys" and case not in toys:
                 toys[case] = cache.values((part, case, "loss"), lambda c=case, s=seed: _losses(made("toys", c, s)), dict)
-        table = TruthTable(_means(pd.DataFrame(rows)), toys, {"seeds": seeds, "parts": list(parts), "swd_lens": __version__})
+        # One row per case and method, in the order in which they were made.
+        numbers = pd.DataFrame(rows).reindex(columns=list(COLUMNS)).astype(dict.fromkeys(_NUMBERS, float))
+        means: Any = numbers.groupby(list(_ABOUT), sort=False)[list(_NUMBERS)].mean()
+        table = TruthTable(means.reset_index(), toys, {"seeds": seeds, "parts": list(parts), "swd_lens": __version__})
         if folder is not None:
             table.save(folder / FILE)
     return table
-
-
-def _seeds(part: str, case: str, method: str, seeds: int) -> range:
-    """Seeds of a case for a method; none where a costly method takes no part."""
-    if method in COSTLY and part != "toys":
-        return range(int(case in COSTLY[method]))
-    return range(seeds if part == "planted" else 1)
-
-
-def _means(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per case and method, in the order in which they were made."""
-    numbers = [name for name in COLUMNS if name not in ("part", "case", "method")]
-    rows = rows.reindex(columns=list(COLUMNS)).astype(dict.fromkeys(numbers, float))
-    means: Any = rows.groupby(["part", "case", "method"], sort=False)[numbers].mean()
-    return means.reset_index()
 
 
 # ---------------------------------------------------------------------------------------------- cases
@@ -257,7 +233,9 @@ def _case(part: str, case: str, seed: int, cache: StepCache) -> _Case:
     if part == "planted":
         plant, more_edges, more_units = _PLANTS[case]
         drawn = planted(plant, seed)
-        inputs = _sparse_inputs(plant.d_in, seed)
+        # Normal values at a twentieth of the places: what learned methods want, as few units are then at work.
+        g = torch.Generator().manual_seed(seed + 1)
+        inputs = torch.randn(_SAMPLES, plant.d_in, generator=g) * (torch.rand(_SAMPLES, plant.d_in, generator=g) < 0.05)
         told = round(more_edges * 2 * plant.units * (plant.reads + plant.writes) / 2), round(more_units * plant.units)
         return _Case({"": Problem(drawn.weight, drawn.gram, *told, inputs)}, {"": drawn})
     if part == "compiled":
@@ -265,12 +243,6 @@ def _case(part: str, case: str, seed: int, cache: StepCache) -> _Case:
     toy = _trained_toy(case, seed, cache)
     problem = Problem(toy.weight, toy.gram, toy.truth.edges, toy.truth.n_units, toy.inputs, toy.bias)
     return _Case({"": problem}, {"": toy.truth}, toy=toy)
-
-
-def _sparse_inputs(width: int, seed: int) -> Tensor:
-    """Normal values at a twentieth of the places: what learned methods want, as few units are then at work."""
-    g = torch.Generator().manual_seed(seed + 1)
-    return torch.randn(_SAMPLES, width, generator=g) * (torch.rand(_SAMPLES, width, generator=g) < 0.05)
 
 
 def _compiled_case(how: Mapping[str, Any], through_answers: bool) -> _Case:
@@ -285,32 +257,18 @@ def _compiled_case(how: Mapping[str, Any], through_answers: bool) -> _Case:
     for layer, site in enumerate(SITES):
         weight = host.model.blocks[layer].attn.W_O.detach().flatten(0, 1) @ along
         true = host.truths[site]
-        truths[site] = TrueUnits(true.read, _clean(true.write @ along))
-        inputs = _inputs_of(host, layer)
+        write = true.write @ along
+        # Without what rounding leaves where turning there and back should leave zeros.
+        truths[site] = TrueUnits(true.read, write * (write.abs() > 1e-5))
+        name, taken = f"blocks.{layer}.attn.hook_z", []  # at every position of the training prompts, (pos, d_in)
+        for row in (row for task in host.tasks.values() for row in task.train.tokens):
+            with torch.no_grad():
+                host.model.run_with_hooks(row[None], fwd_hooks=[(name, lambda z, hook, to=taken: to.append(z[0].flatten(1)))])
         rotated = host.rotation is not None and not through_answers
-        edges = truths[site].edges if not rotated else _edges_on_axes(site)
-        problems[site] = Problem(weight.contiguous(), None, edges, true.n_units, inputs)
+        # The budget of a rotated host, whose true vectors are dense, is that of the same host before it was turned.
+        edges = compiled().truths[site].edges if rotated else truths[site].edges
+        problems[site] = Problem(weight.contiguous(), None, edges, true.n_units, torch.cat(taken))
     return _Case(problems, truths, host=host, lift=lift)
-
-
-def _edges_on_axes(site: str) -> int:
-    """Edges of the same host before it was turned: the budget of a rotated one, whose true vectors are dense."""
-    return compiled().truths[site].edges
-
-
-def _clean(vectors: Tensor) -> Tensor:
-    """Without what rounding leaves where turning there and back should leave zeros."""
-    return vectors * (vectors.abs() > 1e-5)
-
-
-@torch.no_grad()
-def _inputs_of(host: Compiled, layer: int) -> Tensor:
-    """Inputs of attn_o at every position of the training prompts, (token, d_in)."""
-    name, taken = f"blocks.{layer}.attn.hook_z", []
-    for task in host.tasks.values():
-        for row in task.train.tokens:
-            host.model.run_with_hooks(row[None], fwd_hooks=[(name, lambda z, hook: taken.append(z[0].flatten(1)))])
-    return torch.cat(taken)
 
 
 def _trained_toy(case: str, seed: int, cache: StepCache) -> Toy:
@@ -333,13 +291,8 @@ def _trained_toy(case: str, seed: int, cache: StepCache) -> Toy:
 
 def _losses(case: _Case) -> dict[str, Any]:
     assert case.toy is not None
-    published = PUBLISHED.get(case.toy.name, (math.nan, math.nan))
-    return {
-        "loss": case.toy.loss,
-        "reference": case.toy.reference,
-        "published MMCS": published[0],
-        "published ML2R": published[1],
-    }
+    published = dict(zip(("published MMCS", "published ML2R"), PUBLISHED.get(case.toy.name, (math.nan, math.nan)), strict=True))
+    return {"loss": case.toy.loss, "reference": case.toy.reference, **published}
 
 
 # ---------------------------------------------------------------------------------------------- measures
@@ -379,17 +332,13 @@ def _circuits(case: _Case, answers: Mapping[str, Answer], found: Mapping[str, tu
     First-order scores see no unit that a saturated attention reads: gradients through it are zero.
     """
     assert case.host is not None
-    units = {site: _attachable(case, site, a) for site, a in answers.items()}
-    pairs = []
+    units, pairs = {}, []
+    for site, a in answers.items():
+        weight = case.host.model.blocks[SITES.index(site)].attn.W_O.detach().flatten(0, 1).contiguous()
+        write = a.write if case.lift is None else a.write @ case.lift
+        units[site] = Factors(a.read.contiguous(), write.contiguous(), {}, {}, weight)
     for program in PROGRAMS:
         scores = attribute(case.host.model, units, case.host.tasks[program], score="ablation", positions="all").scores
         pairs.append(circuit_aurocs(case.truths, case.host.circuits[program], found, scores))
     of_units, of_edges = zip(*pairs, strict=True)
     return {"unit AUROC": sum(of_units) / len(pairs), "edge AUROC": sum(of_edges) / len(pairs)}
-
-
-def _attachable(case: _Case, site: str, a: Answer) -> Factors:
-    assert case.host is not None
-    weight = case.host.model.blocks[SITES.index(site)].attn.W_O.detach().flatten(0, 1).contiguous()
-    write = a.write if case.lift is None else a.write @ case.lift
-    return Factors(a.read.contiguous(), write.contiguous(), {}, {}, weight)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from scipy.optimize import linear_sum_assignment
@@ -45,28 +44,20 @@ class TrueUnits:
         return self.read.shape[1]
 
 
-def _matched(truth: TrueUnits, read: Tensor, write: Tensor) -> tuple[np.ndarray, np.ndarray, float]:
-    """True units and the found ones that share most entries with them, one to one, and how many entries all pairs share."""
-    shared = (truth.read != 0).double().T @ (read != 0).double() + (truth.write != 0).double() @ (write != 0).double().T
-    ours, theirs = linear_sum_assignment(-shared.numpy())
-    return ours, theirs, float(shared[ours, theirs].sum())
-
-
 @with_torch_defaults
 def support_f1(truth: TrueUnits, read: Float[Tensor, "d_in found"], write: Float[Tensor, "found d_out"]) -> float:
     """F1 of the entries of read and write factor, units matched one to one by the entries that they share; 1: all are found.
 
     Source: ours (evidence.md §5). Order, sign and scale of units do not count.
     """
+    shared = (truth.read != 0).double().T @ (read != 0).double() + (truth.write != 0).double() @ (write != 0).double().T
     found = int(read.count_nonzero() + write.count_nonzero())
-    return 2 * _matched(truth, read, write)[2] / (found + truth.edges)
+    return 2 * float(shared[linear_sum_assignment(-shared.numpy())].sum()) / (found + truth.edges)
 
 
 @with_torch_defaults
 def mmcs(truth: TrueUnits, read: Float[Tensor, "d_in found"], write: Float[Tensor, "found d_out"]) -> float:
     """Mean over true units of the largest |cosine| of a found rank-one piece read_i write_i with theirs; 1: all are found.
-
-    Source: after Sharkey, Braun and Millidge, 2022 (mean max cosine similarity), of pieces in place of vectors.
 
     Source: mean max cosine similarity by Sharkey, Braun and Millidge (2022); ours of rank-one pieces.
     """
@@ -167,7 +158,7 @@ def circuit_aurocs(
         ours, theirs = linear_sum_assignment(-_cosines(truth, read, write).numpy())
         true_of = dict(zip(theirs.tolist(), ours.tolist(), strict=True))
         needed = set(circuit.get(site, ()))
-        missed = {unit: _support(truth, unit) for unit in needed}
+        missed = {unit: {entry for entry, _ in _shares(truth.read[:, unit], truth.write[unit])} for unit in needed}
         for unit, score in enumerate(scores[site].tolist()):
             true = true_of.get(unit)
             units[true not in needed].append(score)
@@ -180,15 +171,10 @@ def circuit_aurocs(
     return auroc(*units), auroc(*edges)
 
 
-def _support(truth: TrueUnits, unit: int) -> set[tuple[str, int]]:
-    return {entry for entry, _ in _shares(truth.read[:, unit], truth.write[unit])}
-
-
 def _shares(read: Tensor, write: Tensor) -> list[tuple[tuple[str, int], float]]:
     """A unit's entries, and each one's size as a share of its vector's largest."""
-    sides = (("read", read), ("write", write))
     return [
         ((side, i), float(vector[i].abs() / vector.abs().max()))
-        for side, vector in sides
+        for side, vector in (("read", read), ("write", write))
         for i in vector.nonzero().flatten().tolist()
     ]

@@ -148,7 +148,11 @@ class _Run:
                 error, raws = self.error(x, generator)
                 total_loss(error, raws, self.parts, step)[0].backward()
                 self.adam.step()
-        return self._state(), self._row(end)
+        # Parameters and Adam's moments, as plain tensors.
+        state = {f"parameter.{i}": p.detach() for i, p in enumerate(self.adam.param_groups[0]["params"])}
+        for i, moments in self.adam.state_dict()["state"].items():
+            state |= {f"moment.{i}.{name}": value for name, value in moments.items()}
+        return {name: value.contiguous().clone() for name, value in state.items()}, self._row(end)
 
     def error(self, x: Float[Tensor, "token features"], generator: torch.Generator) -> tuple[Tensor, list[Tensor]]:
         """Squared error under masks of both matrices, plus that of one at a time; and the raw importances."""
@@ -181,13 +185,6 @@ class _Run:
         lost = float(unfaithfulness([first]) / self.weight.square().mean()) ** 0.5
         row = {"step": float(step), "MMCS": mmcs, "ML2R": ratio, "at work in W": at_work[0], "at work in W^T": at_work[1]}
         return {**row, "stochastic error": float(error), "lost of W": lost}
-
-    def _state(self) -> dict[str, Tensor]:
-        """Parameters and Adam's moments, as plain tensors."""
-        state = {f"parameter.{i}": p.detach() for i, p in enumerate(self.adam.param_groups[0]["params"])}
-        for i, moments in self.adam.state_dict()["state"].items():
-            state |= {f"moment.{i}.{name}": value for name, value in moments.items()}
-        return {name: value.contiguous().clone() for name, value in state.items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from swd_lens.tasks import load_task
 from swd_lens.tasks.generators import FAMILIES, GENERATED, corrupts, generate, tables
 from swd_lens.tasks.generators.words import SPLITS
 
-TABLES = tuple(tables.TABLES)
+TABLES = tuple(family.name for family in tables.FAMILIES)
 
 
 def test_the_four_families_of_the_embedded_model_come_first():

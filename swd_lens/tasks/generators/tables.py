@@ -1,8 +1,8 @@
 """Task families of one shape, for models that know more than the embedded one: sentences as data, and what is drawn into them.
 
-1. A `Table` is a family: its templates, and a function that draws a piece of content that the split owns.
+1. A family has templates, and a function that draws a piece of content that the split owns.
 2. What is drawn (`Draw`): words for the template's slots, right and wrong next words, and the words that make the corrupt prompt.
-3. `sample` puts them into a template. {name} and {event} are filled with words that do not matter.
+3. `_family` puts them into a template. {name} and {event} are filled with words that do not matter.
 
 The families: capital (of a country), agreement (of a verb with its subject, a noun of the other number between them),
 succession (days, months, numbers in words), greater_digit (greater-than where every digit is a token: the last one is asked).
@@ -36,28 +36,30 @@ class Draw:
     swaps: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Table:
-    """A family: `templates` are "seen" (the usual ones) and "unseen" (kept apart, as for the other families)."""
+def _family(
+    name: str,
+    templates: Mapping[str, tuple[str, ...]],
+    draw: Callable[[random.Random, str], Draw],
+    *,
+    space: str = " ",
+    **how: Any,
+) -> Family:
+    """A family: its templates, "seen" (the usual ones) and "unseen" (kept apart, as for the other families), and how a piece of
+    content that the split owns is drawn. space: before answers. how: see `Family`."""
 
-    family: str
-    templates: Mapping[str, tuple[str, ...]]
-    draw: Callable[[random.Random, str], Draw]
-    space: str = " "  # before answers
-
-    def sample(self, rng: random.Random, split: str, templates: str) -> TaskExample:
-        """One prompt of `split`; `templates` is "seen" or "unseen"."""
-        drawn, index = self.draw(rng, split), rng.randrange(len(self.templates[templates]))
+    def sample(rng: random.Random, split: str, kind: str) -> TaskExample:
+        drawn, index = draw(rng, split), rng.randrange(len(templates[kind]))
         slots = {"name": rng.choice(NAMES), "event": rng.choice(EVENTS), **drawn.slots}
-        template = self.templates[templates][index]
-        meta = {"family": self.family, "split": split, "template": f"{templates}-{index}", "content": drawn.content}
+        meta = {"family": name, "split": split, "template": f"{kind}-{index}", "content": drawn.content}
         return TaskExample(
-            prompt=template.format(**slots),
-            answers=tuple(self.space + word for word in drawn.answers),
-            distractors=tuple(self.space + word for word in drawn.distractors),
-            corrupt=template.format(**{**slots, **drawn.corrupt}),
+            prompt=templates[kind][index].format(**slots),
+            answers=tuple(space + word for word in drawn.answers),
+            distractors=tuple(space + word for word in drawn.distractors),
+            corrupt=templates[kind][index].format(**{**slots, **drawn.corrupt}),
             meta={**meta, **({"word": drawn.word, "swaps": "|".join(drawn.swaps)} if drawn.swaps else {})},
         )
+
+    return Family(name, sample, **how)
 
 
 def _owned(items: Sequence[str], split: str) -> list[str]:
@@ -153,68 +155,6 @@ def _greater_digit(rng: random.Random, split: str) -> Draw:
 
 # ---------------------------------------------------------------------------------------------- the families
 
-TABLES = {
-    table.family: table
-    for table in (
-        Table(
-            "capital",
-            {
-                "seen": (
-                    "The capital of {country} is",
-                    "As everybody knows, the capital of {country} is",
-                    "{name} said that the capital of {country} is",
-                    "In the old atlas of {name}, the capital city of {country} is",
-                    "The {event} was over when {name} came to the capital of {country}, the city of",
-                ),
-                "unseen": (
-                    "The country of {country} has as its capital the city of",
-                    "{name} wrote a letter from the capital of {country}, that is, from",
-                    "Nobody told {name} that the name of the capital of {country} is",
-                ),
-            },
-            _capital,
-        ),
-        Table(
-            "agreement",
-            {
-                "seen": (
-                    "The {subject} {where} the {other}",
-                    "Today the {subject} {where} the {other}",
-                    "{name} knows that the {subject} {where} the {other}",
-                    "In the story of {name}, the {subject} {where} the {other}",
-                    "Everybody says that the {subject} {where} the {other}",
-                ),
-                "unseen": (
-                    "According to {name}, the {subject} {where} the old {other}",
-                    "It is said that the {subject} {where} the {other}",
-                    "We heard from {name} that the {subject} {where} the small {other}",
-                ),
-            },
-            _agreement,
-        ),
-        Table(
-            "succession",
-            {
-                "seen": (
-                    "{a}, {b}, {c},",
-                    "First {a}, then {b}, then {c}, then",
-                    "{name} wrote: {a}, {b}, {c},",
-                    "The list of {name} goes on: {a}, {b}, {c},",
-                    "In this order: {a}, {b}, {c},",
-                    "{name} said them one after the other: {a}, {b}, {c},",
-                ),
-                "unseen": (
-                    "After {a} comes {b}, after {b} comes {c}, and after {c} comes",
-                    "{name} read aloud: {a}; {b}; {c};",
-                    "The words in the row are {a}, {b}, {c} and",
-                ),
-            },
-            _succession,
-        ),
-        Table("greater_digit", greater_than.TEMPLATES, _greater_digit, space=""),
-    )
-}
-
 
 def _corrupt(rng: random.Random, example: TaskExample) -> str:
     """The prompt of an example with another word in place of the one that decides."""
@@ -232,8 +172,61 @@ def _check_digits(example: TaskExample, tokenizer: Any) -> None:
 
 
 FAMILIES = (
-    Family("capital", TABLES["capital"].sample, _corrupt),
-    Family("agreement", TABLES["agreement"].sample),
-    Family("succession", TABLES["succession"].sample),
-    Family("greater_digit", TABLES["greater_digit"].sample, check=_check_digits),
+    _family(
+        "capital",
+        {
+            "seen": (
+                "The capital of {country} is",
+                "As everybody knows, the capital of {country} is",
+                "{name} said that the capital of {country} is",
+                "In the old atlas of {name}, the capital city of {country} is",
+                "The {event} was over when {name} came to the capital of {country}, the city of",
+            ),
+            "unseen": (
+                "The country of {country} has as its capital the city of",
+                "{name} wrote a letter from the capital of {country}, that is, from",
+                "Nobody told {name} that the name of the capital of {country} is",
+            ),
+        },
+        _capital,
+        corrupt=_corrupt,
+    ),
+    _family(
+        "agreement",
+        {
+            "seen": (
+                "The {subject} {where} the {other}",
+                "Today the {subject} {where} the {other}",
+                "{name} knows that the {subject} {where} the {other}",
+                "In the story of {name}, the {subject} {where} the {other}",
+                "Everybody says that the {subject} {where} the {other}",
+            ),
+            "unseen": (
+                "According to {name}, the {subject} {where} the old {other}",
+                "It is said that the {subject} {where} the {other}",
+                "We heard from {name} that the {subject} {where} the small {other}",
+            ),
+        },
+        _agreement,
+    ),
+    _family(
+        "succession",
+        {
+            "seen": (
+                "{a}, {b}, {c},",
+                "First {a}, then {b}, then {c}, then",
+                "{name} wrote: {a}, {b}, {c},",
+                "The list of {name} goes on: {a}, {b}, {c},",
+                "In this order: {a}, {b}, {c},",
+                "{name} said them one after the other: {a}, {b}, {c},",
+            ),
+            "unseen": (
+                "After {a} comes {b}, after {b} comes {c}, and after {c} comes",
+                "{name} read aloud: {a}; {b}; {c};",
+                "The words in the row are {a}, {b}, {c} and",
+            ),
+        },
+        _succession,
+    ),
+    _family("greater_digit", greater_than.TEMPLATES, _greater_digit, space="", check=_check_digits),
 )
