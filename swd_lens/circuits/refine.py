@@ -125,8 +125,8 @@ class Refinement(Record):
         for name, x in names.items():
             ax.annotate(name, (x, lowest), xytext=(0, -12), textcoords="offset points", ha="center", fontsize=8, color=INK)
         ax.margins(x=0.15, y=0.25)
-        ax.set_xlabel("active edges", fontsize=9, color=INK)
-        ax.set_ylabel(self.of, fontsize=9, color=INK)
+        ax.set_xlabel("active edges")
+        ax.set_ylabel(self.of)
         ax.legend(fontsize=8, frameon=False)
         return figure
 
