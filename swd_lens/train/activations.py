@@ -113,7 +113,11 @@ def kept_activations(
     read_again = shared is not None or n_tokens >= _PASSES * in_text
     if not isinstance(rows, Shuffled) or not read_again or needed > MOST_BYTES:
         return None
-    name = None if shared is None else _name(host, site, rows)
+    name = None
+    if shared is not None:  # named by everything that decides the bits of a site's activations
+        decides = [host_fingerprint(host.model, host.model.cfg), standing_hooks(host.model), site.name, rows.fingerprint()]
+        digest = hashlib.sha256(json.dumps([*decides, list(rows.rows.shape)], default=str).encode()).hexdigest()
+        name = f"{site.name}-{digest[:12]}"
     folder = shared or folder or Path(tempfile.gettempdir())
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
@@ -125,11 +129,3 @@ def kept_activations(
         f"in {legible(folder)}; the host runs every batch anew, which takes longer"
     )
     return None
-
-
-def _name(host: Host, site: Site, rows: Shuffled) -> str:
-    """A file name made from everything that decides the bits of a site's activations."""
-    model = host.model
-    decides = [host_fingerprint(model, model.cfg), standing_hooks(model), site.name, rows.fingerprint()]
-    digest = hashlib.sha256(json.dumps([*decides, list(rows.rows.shape)], default=str).encode()).hexdigest()
-    return f"{site.name}-{digest[:12]}"

@@ -26,7 +26,7 @@ from swd_lens.hosts.recording import record, require_seen
 from swd_lens.hosts.sites import Site
 from swd_lens.train.activations import KeptActivations
 from swd_lens.train.baselines.coders import Coder
-from swd_lens.train.baselines.masks import Draws, Masking, adversary_of
+from swd_lens.train.baselines.masks import ADVERSARIES, Draws, Masking
 from swd_lens.train.baselines.units import Trajectory
 from swd_lens.train.baselines.vpd import Vpd, clip_components, reconstruct, total_loss
 from swd_lens.train.engine import Fit, Logged, autocast
@@ -197,7 +197,7 @@ class HostFit(CoderFit):
         self.mounted = {part: _Masked(vpd) for part, vpd in parts.items()}
         self.predictions = Predictions(host)
         self.draws = Draws(self.vpds)
-        self.adversary = adversary_of(self.vpds[0].spec, self.draws)
+        self.adversary = ADVERSARIES[self.spec.adversary](self.spec, self.draws)
 
     def start(self) -> None:
         reconstruct(self.vpds)
@@ -271,7 +271,11 @@ class HostFit(CoderFit):
             masked = self.predictions.run(rows)
         finally:
             raws = self._unmask()
-        return self.predictions.total(_kl, rows, dense, masked, behind_last=True) / rows.numel(), raws
+
+        def summed(_targets: Tensor, p: Tensor, q: Tensor) -> Float[Tensor, ""]:
+            return kl(log_probabilities(p), log_probabilities(q)).sum()
+
+        return self.predictions.total(summed, rows, dense, masked, behind_last=True) / rows.numel(), raws
 
     def _mask(self, maskings: Sequence[Masking | None]) -> None:
         for masked, masking in zip(self.mounted.values(), maskings, strict=True):
@@ -282,10 +286,6 @@ class HostFit(CoderFit):
         raws = [masked.raw for masked in self.mounted.values() if masked.raw is not None]
         self._mask([None for _ in self.mounted])
         return raws
-
-
-def _kl(_targets: Tensor, dense: Tensor, masked: Tensor) -> Float[Tensor, ""]:
-    return kl(log_probabilities(dense), log_probabilities(masked)).sum()
 
 
 @contextmanager

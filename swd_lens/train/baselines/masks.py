@@ -121,7 +121,12 @@ class Persistent:
 
     def sources(self, kl: KlUnder, shape: tuple[int, ...], step: int) -> list[Tensor]:
         if not self.current:
-            self._start(_scope(self.spec, shape))
+            # The seed after the last step's, which no step draws from.
+            generator = torch.Generator().manual_seed(seed_of(self.spec.seed, self.spec.steps + 1))
+            sizes = [(*_scope(self.spec, shape), width) for width in self.widths]
+            self.current = [torch.rand(size, generator=generator, dtype=torch.float32).to(self.device) for size in sizes]
+            self.first = [torch.zeros_like(s) for s in self.current]
+            self.second = [torch.zeros_like(s) for s in self.current]
         self.adam_steps = (step - 1) * (self.spec.persistent_steps + 1)
         for _ in range(self.spec.persistent_steps):
             self._ascend(_uphill(kl, self.current), step)
@@ -138,15 +143,6 @@ class Persistent:
         """The learning rate of a training step, counted from 1."""
         warm = int(self.spec.persistent_warmup * self.spec.steps)
         return self.spec.persistent_rate * min(1.0, step / max(1, warm))
-
-    def _start(self, shape: tuple[int, ...]) -> None:
-        # The seed after the last step's, which no step draws from.
-        generator = torch.Generator().manual_seed(seed_of(self.spec.seed, self.spec.steps + 1))
-        self.current = [
-            torch.rand(*shape, width, generator=generator, dtype=torch.float32).to(self.device) for width in self.widths
-        ]
-        self.first = [torch.zeros_like(s) for s in self.current]
-        self.second = [torch.zeros_like(s) for s in self.current]
 
     @torch.no_grad()
     def _ascend(self, gradients: list[Tensor], step: int) -> None:
@@ -184,6 +180,5 @@ def _uphill(kl: KlUnder, sources: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(kl(leaves), leaves))
 
 
-def adversary_of(spec: VpdSpec, draws: Draws) -> OneShot | Persistent:
-    """The adversary that the settings name."""
-    return {"oneshot": OneShot, "persistent": Persistent}[spec.adversary](spec, draws)
+# By the name of the setting.
+ADVERSARIES = {"oneshot": OneShot, "persistent": Persistent}
