@@ -275,18 +275,6 @@ def _asked(model: Any, task: Task, text: CalibrationText, heldout: TokenStream, 
     return asked if isinstance(how["sites"], str) else asked | {"sites": [s.name for s in find_sites(model, how["sites"])]}
 
 
-def _needed(model: Any, task: Task, progress: bool) -> list[str]:
-    """Find the output that the task needs most, by a screen of the dense host."""
-    screened = screen(model, task, sites=list(OUTPUTS), surfaces={}, n_prompts=FEWEST, progress=progress)
-    chosen = next(iter(screened.choose().values()), None)
-    if chosen is None:
-        raise ValueError(
-            f"the model does not do {legible(task.name)}: its mean margin on aligned prompts is "
-            f"{screened.tasks[task.name].margin:.2f}; name sites (--sites) to draw a graph all the same"
-        )
-    return chosen
-
-
 @dataclass
 class _Candidate:
     """A replacement, and what the last round said of it."""
@@ -338,12 +326,19 @@ class _Search:
         return values
 
     def where(self, sites: Any, progress: bool) -> list[str]:
-        """Names of the sites that were named, or of the output that the task needs most."""
+        """Names of the sites that were named, or of the output that the task needs most, by a screen of the dense host."""
 
         def names() -> dict[str, Any]:
-            auto = isinstance(sites, str) and sites == "auto"
-            found = _needed(self.model, self.task, progress) if auto else [s.name for s in find_sites(self.model, sites)]
-            return {"sites": found}
+            if not (isinstance(sites, str) and sites == "auto"):
+                return {"sites": [s.name for s in find_sites(self.model, sites)]}
+            how: dict[str, Any] = {"sites": list(OUTPUTS), "surfaces": {}, "n_prompts": FEWEST, "progress": progress}
+            screened = screen(self.model, self.task, **how)
+            if not (chosen := list(screened.choose().values())):
+                raise ValueError(
+                    f"the model does not do {legible(self.task.name)}: its mean margin on aligned prompts is "
+                    f"{screened.tasks[self.task.name].margin:.2f}; name sites (--sites) to draw a graph all the same"
+                )
+            return {"sites": chosen[0]}
 
         return list(self._step(("sites",), names)["sites"])
 

@@ -60,10 +60,14 @@ def growing_parts(
         units: argument -> label -> units that came from elsewhere.
         names: argument -> what it names.
     """
+
+    def identity(of: Any) -> str:
+        return hashlib.sha256(repr(sorted(UnitSet.of(model, of).identities.items())).encode()).hexdigest()
+
     return {
         "surfaces": {label: list(sites) for label, sites in surfaces.items()},
         "tasks": {task.name: task_fingerprint(task) for task in tasks},
-        **{what: {label: _identity(model, each) for label, each in given.items()} for what, given in units.items()},
+        **{what: {label: identity(each) for label, each in given.items()} for what, given in units.items()},
         **{what: {str(name): True for name in given} for what, given in names.items()},
     }
 
@@ -71,11 +75,6 @@ def growing_parts(
 def task_fingerprint(task: Task) -> str:
     """Take the SHA-256 over the prompts, answers and distractors of all splits; of a metric of its own, over its name."""
     return splits_fingerprint(task.splits)
-
-
-def _identity(model: Any, units: Any) -> str:
-    of_units = UnitSet.of(model, units)
-    return hashlib.sha256(repr(sorted(of_units.identities.items())).encode()).hexdigest()
 
 
 def require_own(folder: Path) -> None:

@@ -321,7 +321,13 @@ class _Measured:
         sets = {"claimed": claimed, **{f"random {i}": units for i, units in enumerate(random)}}
         circuits = {name: Circuit.of(made, scores, [(site, unit) for unit in units]) for name, units in sets.items()}
         rows = evaluate_circuits(self.model, made, self.task.test, circuits, dense=self.dense).set_index("circuit")
-        drop, repaired = self._drops(made, circuits["claimed"])
+        # Margin that ablating the circuit takes off, in logits: of the task, and the mean of |it| over re-paired ones.
+        host = host_of(self.model)
+        with attach(self.model, made):
+            full = _logits(host, self.task.test)
+            with self.model.hooks(fwd_hooks=circuits["claimed"].hooks("ablate")):
+                without = _logits(host, self.task.test)
+        drop, repaired = re_paired(full - without, self.task.test, self.base.seed)
         return {
             **self._compared(f, own, match),
             "recovered": float(rows.loc["claimed", "recovered"]),
@@ -334,24 +340,21 @@ class _Measured:
         """Units and circuit of a run beside the base's; nothing here runs the host."""
         inside = set(own)
         recurs = [int(match.partner[u]) in inside and float(match.similarity[u]) >= ALIKE for u in self.claimed]
+        # Cosine, over test prompts, of what the base's circuit and a run's write (the sum of z_i B_i, less its mean).
+        ours, its = (
+            self._inputs @ of.read[:, units].cpu().double() @ of.write[units].cpu().double()
+            for of, units in ((self.factors, self.claimed), (f, own))
+        )
+        norm = float(ours.norm() * its.norm())
         return {
             "similarity": float(match.similarity.mean()),
             "similarity of claimed": float(match.similarity[self.claimed].mean()),
             "similarity by number": float(match.by_number.mean()),
-            "contribution": self._contribution(f, own),
+            "contribution": float((ours * its).sum()) / norm if norm > 0 else 0.0,
             "edges shared": edge_jaccard(self.factors, self.claimed, f, own, match),
             "claims recurring": sum(recurs) / len(recurs),
             "edges": float(f.edges_per_unit[own].sum()) if own else 0.0,
         }
-
-    def _contribution(self, f: Factors, own: list[int]) -> float:
-        """Cosine, over test prompts, of what the base's circuit and a run's write (the sum of z_i B_i, less its mean)."""
-        written = [
-            self._inputs @ of.read[:, units].cpu().double() @ of.write[units].cpu().double()
-            for of, units in ((self.factors, self.claimed), (f, own))
-        ]
-        norm = float(written[0].norm() * written[1].norm())
-        return float((written[0] * written[1]).sum()) / norm if norm > 0 else 0.0
 
     @cached_property
     def _inputs(self) -> Float[Tensor, "prompt d_in"]:
@@ -361,15 +364,6 @@ class _Measured:
             seen = record(host, bucket.tokens, inputs=[self.site], keep=lambda h: h[:, -1].double().cpu())
             inputs[bucket.index] = seen.inputs[self.site.name]
         return inputs - inputs.mean(0)
-
-    def _drops(self, made: FactorSet, circuit: Circuit) -> tuple[float, float]:
-        """Margin that ablating a circuit takes off, in logits: of the task, and the mean of |it| over re-paired ones."""
-        host = host_of(self.model)
-        with attach(self.model, made):
-            full = _logits(host, self.task.test)
-            with self.model.hooks(fwd_hooks=circuit.hooks("ablate")):
-                without = _logits(host, self.task.test)
-        return re_paired(full - without, self.task.test, self.base.seed)
 
 
 _NOT_OF_THE_SOLVER = ("calibration", "batch_size", "gram_dtype", "weigh_outputs", "device", "workers", "threads")

@@ -139,8 +139,13 @@ def look_at_trust(
     dense = DenseCache()
     for surface, name in tqdm(cells, desc="trust", unit="circuit", disable=not progress, leave=False):
         rows.append(_row_of(model, run, surface, by_name[name], n, dense))
-    # 2. The tail of each surface's sparsest replacement, beside noise.
-    tails = [_tail_of(model, run, surface, text, n, dense) for surface in run.comparisons]
+    # 2. The tail of each surface's sparsest replacement: quantiles of KL, beside that of noise, and its p.
+    tails = []
+    for surface in run.comparisons:
+        replacement = run.sparsest(surface)
+        found = disagreement(model, replacement.factors, text, n=n, dense=dense)
+        noise = float(found.table().set_index(["slice", "of"]).loc[("all", "p99.9"), "noise mean"])
+        tails.append((surface, replacement.method, *(found.value(of) for of in QUANTILES), noise, found.p()))
     # 3. One matrix varied.
     card = None
     smallest = min((row for row in rows if row["surface"] == vary and "edges" in row), key=lambda row: row["edges"], default=None)
@@ -164,15 +169,6 @@ def _row_of(model: Any, run: Run, surface: str, task: Task, n: int, dense: Dense
     circuit = curves[method].circuit_at()
     row |= {"method": method, "units": circuit.n_units, "edges": circuit.n_edges, "factors": ours[method].factors}
     return row | trusted(model, ours[method].factors, task, circuit, n=n, dense=dense)
-
-
-def _tail_of(model: Any, run: Run, surface: str, text: Tensor, n: int, dense: DenseCache) -> tuple[Any, ...]:
-    """The tail of a surface's sparsest replacement: quantiles of KL, that of noise, and its p."""
-    replacement = run.sparsest(surface)
-    found = disagreement(model, replacement.factors, text, n=n, dense=dense)
-    noise = float(found.table().set_index(["slice", "of"]).loc[("all", "p99.9"), "noise mean"])
-    values = (*(found.value(of) for of in QUANTILES), noise, found.p())
-    return (surface, replacement.method, *values)
 
 
 def _section(
