@@ -19,7 +19,7 @@ from swd_lens.base.record import PlainRecord
 from swd_lens.circuits.evaluate import prefix_grid
 from swd_lens.hosts.sites import split_name
 from swd_lens.solver import cost as solver_cost
-from swd_lens.study.paper.replacements import SOLVERS
+from swd_lens.study.paper.materials import SOLVERS
 from swd_lens.study.paper.settings import ItemSettings
 from swd_lens.train.activations import MOST_BYTES
 
