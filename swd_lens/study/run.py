@@ -13,14 +13,16 @@ from typing import Any
 import pandas as pd
 
 from swd_lens.base import __version__
-from swd_lens.base.record import Record, checked
-from swd_lens.base.sealed import readable, write_sealed
+from swd_lens.base.errors import legible
+from swd_lens.base.record import Record, checked, require_format
+from swd_lens.base.sealed import hashes_of, read_sealed, readable, write_sealed
 from swd_lens.base.writer import read_beside_writer, writing
 from swd_lens.circuits import Comparison
 from swd_lens.circuits.screen import Screen
 from swd_lens.study.run_file import (
     FORMAT,
     NAME,
+    SETTINGS,
     STAGED,
     WHAT,
     Replacement,
@@ -28,15 +30,12 @@ from swd_lens.study.run_file import (
     comparisons_of,
     folders_of,
     holds,
-    indexes_of,
-    read_run,
-    settings_of,
     with_factors,
 )
 from swd_lens.study.section import AttentionView, ReportSection
 from swd_lens.study.views import TaskUnit
 from swd_lens.units.factors import FactorSet
-from swd_lens.units.index import clear_remains
+from swd_lens.units.index import INDEX, clear_remains
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,7 +133,9 @@ class Run(Record):
             places = {name: f"{name}{STAGED}" if over and name in new else name for name in factors}
             for name, each in new.items():
                 each.save(folder / places[name])
-            write_sealed(folder / NAME, {**self.as_dict(), "files": indexes_of(folder, places)})
+            hashes = hashes_of(folder, [f"{place}/{INDEX}" for place in places.values()])
+            files = {f"{name}/{INDEX}": hashes[f"{place}/{INDEX}"] for name, place in places.items()}
+            write_sealed(folder / NAME, {**self.as_dict(), "files": files})
             for name, place in places.items():
                 if place != name:
                     new[name].save(folder / name)
@@ -156,20 +157,28 @@ class Run(Record):
 
     @classmethod
     def _read(cls, folder: Path) -> "Run":
-        values = read_run(folder)
-        with readable(folder / NAME, WHAT):
+        path = folder / NAME
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"there is no {legible(NAME)} in {legible(folder)}; give the folder that `swd-lens demo`, `swd-lens circuit` or "
+                "Run.save wrote"
+            )
+        values = read_sealed(path, WHAT)
+        require_format(path, values.get("format"), FORMAT, WHAT)
+        with readable(path, WHAT):
+            checked("settings", values["settings"], SETTINGS, optional=True)
+            own = checked("Run", values, {"seconds": float, "files": Mapping[str, str]})
             run = cls(
-                settings_of(values),
+                values["settings"],
                 [Replacement.from_dict(row) for row in values["fidelity"]],
                 comparisons_of(values),
                 [TaskUnit.from_dict(card) for card in values["units"]],
-                checked("Run", values, {"seconds": float})["seconds"],
+                own["seconds"],
                 [AttentionView.from_dict(view) for view in values["attention"]],
                 [ReportSection.from_dict(section) for section in values["extras"]],
                 Screen.from_dict(values["screen"]) if "screen" in values else None,
             )
-            hashes = checked("Run", values, {"files": Mapping[str, str]})["files"]
-        return replace(run, replacements=with_factors(folder, run.replacements, hashes))
+        return replace(run, replacements=with_factors(folder, run.replacements, own["files"]))
 
     def __repr__(self) -> str:
         tasks = list(dict.fromkeys(task for comparison in self.comparisons.values() for task in comparison))

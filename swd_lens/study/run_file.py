@@ -21,8 +21,8 @@ import torch
 from swd_lens.base.checks import one_of
 from swd_lens.base.errors import FactorFileError, legible
 from swd_lens.base.files import plain, sha256
-from swd_lens.base.record import PlainRecord, checked, require_format
-from swd_lens.base.sealed import hashes_of, read_json, require_hashes, unseal
+from swd_lens.base.record import PlainRecord, checked
+from swd_lens.base.sealed import require_hashes
 from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.comparison import ROLES, TaskComparison
 from swd_lens.circuits.fidelity import Fidelity
@@ -57,7 +57,7 @@ class _Site(PlainRecord):
 
 
 # What tables and reports read, where it is there.
-_SETTINGS: Mapping[str, Any] = {
+SETTINGS: Mapping[str, Any] = {
     **dict.fromkeys(("model", "host", "shape", "swd_lens", "calibration", "calibration dtype"), str),
     **dict.fromkeys(("calibration tokens", "held-out tokens"), int),
     **dict.fromkeys(("solver", "solver spec"), Mapping[str, Any]),
@@ -157,12 +157,6 @@ def folders_named(labels: Sequence[tuple[str, str]]) -> list[str]:
     return names
 
 
-def indexes_of(folder: Path, places: Mapping[str, str]) -> dict[str, str]:
-    """Hash each folder of factors: index -> its SHA-256. places: the folder's name -> where its factors are for now."""
-    hashes = hashes_of(folder, [f"{place}/{INDEX}" for place in places.values()])
-    return {f"{name}/{INDEX}": hashes[f"{place}/{INDEX}"] for name, place in places.items()}
-
-
 def holds(folder: Path, factors: FactorSet) -> bool:
     """Say whether a folder has exactly these factors already."""
     try:
@@ -181,51 +175,36 @@ def holds(folder: Path, factors: FactorSet) -> bool:
 
 def with_factors(folder: Path, replacements: Sequence[Replacement], hashes: Mapping[str, str]) -> list[Replacement]:
     """Complete the replacements of a run.json with the sparse factors that lie beside it, memory-mapped. hashes: of indexes,
-    as `indexes_of` gave them; a folder that is not among them is taken as it is. Raises FileNotFoundError: a folder of factors
-    is missing; ValueError: it holds other factors."""
+    as run.json has them; a folder that is not among them is taken as it is. Raises FileNotFoundError: a folder of factors is
+    missing; ValueError: it holds other factors."""
+    completed = []
     # The folders are never what the file says: a name that leads elsewhere would be followed.
-    return [
-        r if r.exact else replace(r, factors=_factors(folder, name, r, hashes))
-        for r, name in zip(replacements, folders_of(replacements), strict=True)
-    ]
-
-
-def _factors(folder: Path, name: str, replacement: Replacement, hashes: Mapping[str, str]) -> FactorSet:
-    index, staged = f"{name}/{INDEX}", f"{name}{STAGED}/{INDEX}"
-    place, expected = name, {index: hashes[index]} if index in hashes else {}
-    if expected and (folder / staged).is_file() and sha256(folder / staged) == hashes[index]:
-        place, expected = f"{name}{STAGED}", {staged: hashes[index]}  # a save was killed at its end
-    elif not (folder / index).is_file():
-        raise FileNotFoundError(
-            f"{legible(folder / NAME)} goes with the factors in {legible(name)}, which are not in {legible(folder)}; copy the "
-            "whole folder"
-        )
-    require_hashes(folder, expected, WHAT)
-    factors, edges = FactorSet.load(folder / place), replacement.factors.edges
-    require_hashes(folder, expected, WHAT)  # another writer may have come meanwhile
-    if factors.edges != edges or set(factors) != set(replacement.factors):
-        raise ValueError(
-            f"{legible(folder / NAME)} is of other factors than those in {legible(folder / name)}: {edges:,} edges there, "
-            f"{factors.edges:,} here; run the study again"
-        )
-    return factors
+    for r, name in zip(replacements, folders_of(replacements), strict=True):
+        if r.exact:
+            completed.append(r)
+            continue
+        index, staged = f"{name}/{INDEX}", f"{name}{STAGED}/{INDEX}"
+        place, expected = name, {index: hashes[index]} if index in hashes else {}
+        if expected and (folder / staged).is_file() and sha256(folder / staged) == hashes[index]:
+            place, expected = f"{name}{STAGED}", {staged: hashes[index]}  # a save was killed at its end
+        elif not (folder / index).is_file():
+            raise FileNotFoundError(
+                f"{legible(folder / NAME)} goes with the factors in {legible(name)}, which are not in {legible(folder)}; copy "
+                "the whole folder"
+            )
+        require_hashes(folder, expected, WHAT)
+        factors, edges = FactorSet.load(folder / place), r.factors.edges
+        require_hashes(folder, expected, WHAT)  # another writer may have come meanwhile
+        if factors.edges != edges or set(factors) != set(r.factors):
+            raise ValueError(
+                f"{legible(folder / NAME)} is of other factors than those in {legible(folder / name)}: {edges:,} edges there, "
+                f"{factors.edges:,} here; run the study again"
+            )
+        completed.append(replace(r, factors=factors))
+    return completed
 
 
 # ---------------------------------------------------------------------------------------------- run.json
-
-
-def read_run(folder: Path) -> dict[str, Any]:
-    """Read the values of a folder's run.json. Raises FileNotFoundError: there is none; ValueError: no JSON, not a run's, of a
-    later format, or not what was written."""
-    path = folder / NAME
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"there is no {legible(NAME)} in {legible(folder)}; give the folder that `swd-lens demo`, `swd-lens circuit` or "
-            "Run.save wrote"
-        )
-    values = read_json(path, WHAT)
-    require_format(path, values.get("format") if isinstance(values, dict) else None, FORMAT, WHAT)
-    return unseal(values, path, WHAT)
 
 
 def comparison_to_dict(comparison: Comparison) -> dict[str, Any]:
@@ -278,9 +257,3 @@ def _tasks(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str,
             raise ValueError(f"not the values of a CostCurve: {legible(reason)}")
         curves.setdefault(curve.task, {})[checked("CostCurve", row, {"method": str})["method"]] = curve
     return {task: TaskComparison(task, curves.get(task, {}), {}) for task in names}
-
-
-def settings_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a run's settings as they are; raise ValueError where what tables and reports read of them is of another kind."""
-    checked("settings", values["settings"], _SETTINGS, optional=True)
-    return values["settings"]
