@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swd_lens import baselines
-from swd_lens.train.baselines.masks import Draws, OneShot, Persistent, seed_of
+from swd_lens.train.baselines.masks import Draws, Persistent, one_shot, seed_of
 from swd_lens.train.baselines.spec import VPD_KLS, VpdSpec
 from swd_lens.train.baselines.vpd import Vpd, jittered
 from swd_lens.train.rows import Shuffled
@@ -104,7 +104,7 @@ def test_one_shot_and_the_persistent_rate_by_hand():
     # int(.025 * 39) = 0: no warm-up
     assert persistent(390).rate(1) == 0.01
     draws = draws_of(1, width=2, adversarial=0.5, adversarial_steps=2, adversarial_rate=0.25)
-    (got,) = OneShot(draws.spec, draws).sources(lambda s: (s[0] * torch.tensor([3.0, -1.0, 0.0])).sum(), (2, 3), 1)
+    (got,) = one_shot(lambda s: (s[0] * torch.tensor([3.0, -1.0, 0.0])).sum(), draws, (2, 3))
     draws.begin(1, (2, 3))
     (start,) = draws.uniform((2, 3))
     # twice a quarter up, twice a quarter down, and the remainder's stays
