@@ -16,6 +16,7 @@ from typer import Argument, Option
 from swd_lens.base import __version__
 from swd_lens.base.checks import one_of, require_names
 from swd_lens.base.errors import TokenError, legible
+from swd_lens.base.fingerprints import splits_fingerprint
 from swd_lens.base.step_cache import FOLDER, StepCache
 from swd_lens.base.writer import require_writable_file, writing
 from swd_lens.circuits.screen import Screen, screen
@@ -50,8 +51,8 @@ from swd_lens.study.best import KL as DEFAULT_KL
 from swd_lens.study.best import OUTPUTS, BestCircuit, best_circuit
 from swd_lens.study.controls import CONTROLS, DEFAULT_CONTROLS, RANDOM_B_SEEDS, controls_of, sizes_of
 from swd_lens.study.inside import look_inside
+from swd_lens.study.memory import memory_of
 from swd_lens.study.replacement import FACTORS, FINETUNED
-from swd_lens.study.resume import memory_of, task_fingerprint
 from swd_lens.study.run_study import require_surface, study_steps, surface_of
 from swd_lens.study.trust import look_at_trust
 from swd_lens.tasks import Task, load_task
@@ -333,7 +334,7 @@ def _screened(model: Any, tasks: Sequence[Task], sites: Any, kept: Path, overwri
     say("screen the sites: what do the tasks lose where an output is its mean?")
     question: dict[str, Any] = {"swd_lens": __version__, "prompts": _SCREENED, **standing_hooks(model)}
     question |= {"host": host_fingerprint(model, model.cfg), "sites": [site.name for site in find_sites(model, sites)]}
-    question |= {"tasks": {task.name: task_fingerprint(task) for task in tasks}}
+    question |= {"tasks": {task.name: splits_fingerprint(task.splits) for task in tasks}}
     screened = StepCache(kept, overwrite=overwrite).values(
         ("screen", json.dumps(question)),
         lambda: screen(model, tasks, sites=sites, n_prompts=_SCREENED, progress=True).as_dict(),

@@ -15,6 +15,7 @@ from swd_lens.analysis.graph.export import TARGETS, plain_name
 from swd_lens.analysis.graph.frozen import require_drawable
 from swd_lens.base import __version__
 from swd_lens.base.checks import one_of
+from swd_lens.base.fingerprints import splits_fingerprint
 from swd_lens.base.sealed import tensor_digest
 from swd_lens.base.step_cache import StepCache
 from swd_lens.base.writer import writing
@@ -40,7 +41,6 @@ from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.report.terminal import table
-from swd_lens.study.resume import task_fingerprint
 from swd_lens.study.task_circuit import best_units, example_of, needed_sites, scored_units, screened_outputs, well_done
 from swd_lens.tasks import load_task
 from swd_lens.tasks.aligned import Aligned
@@ -162,7 +162,7 @@ def _prompts_of(model: Any, task: Task, prompts: int, out: Path, overwrite: bool
     question = {
         "swd_lens": __version__,
         "host": host_fingerprint(model, model.cfg),
-        "task": task_fingerprint(task),
+        "task": splits_fingerprint(task.splits),
         "aligned prompts": tensor_digest({"tokens": aligned.tokens}),
         **standing_hooks(model),
     }

@@ -40,8 +40,8 @@ from swd_lens.cli.options import (
 from swd_lens.factorization.estimate import estimate as estimate_cost
 from swd_lens.factorization.factorize import factorize as factorize_model
 from swd_lens.report.terminal import table
+from swd_lens.study.memory import memory_of_replacement
 from swd_lens.study.replacement import BUDGETS, DEFAULT, ModelReplacement, replace_model
-from swd_lens.study.resume import memory_of_replacement
 from swd_lens.train.finetune.run import DEFAULT_PRESET as FINETUNING
 from swd_lens.train.finetune.spec import resolve as resolve_finetuning
 

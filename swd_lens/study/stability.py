@@ -33,6 +33,7 @@ from torch import Tensor
 from swd_lens.base import __version__
 from swd_lens.base.checks import bounded, one_of
 from swd_lens.base.errors import TaskError, TokenError, quoted
+from swd_lens.base.fingerprints import splits_fingerprint
 from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.progress import tqdm
 from swd_lens.base.step_cache import StepCache
@@ -53,7 +54,6 @@ from swd_lens.hosts.recording import record, standing_hooks
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.solver.spec import PRESETS, AnnealSpec
-from swd_lens.study.resume import task_fingerprint
 from swd_lens.study.stability_card import MEASURES, OF_NULLS, Stability
 from swd_lens.study.variations import AXES, Base, Variation, planned
 from swd_lens.tasks.split import TaskSplit
@@ -131,7 +131,12 @@ def stability(
     other = {name: as_rows(rows, model) for name, rows in (corpora or {}).items()}
     options = {"sparsity": sparsity, "preset": preset, **solver}
     question = {"swd_lens": __version__, "the host": host_fingerprint(model, model.cfg), "site": matrix.name}
-    question |= {"the task": task_fingerprint(task), "tokens": tokens_fingerprint(pool), "recovered": recovered, "seed": seed}
+    question |= {
+        "the task": splits_fingerprint(task.splits),
+        "tokens": tokens_fingerprint(pool),
+        "recovered": recovered,
+        "seed": seed,
+    }
     question |= standing_hooks(model)
     # Further texts may be added to a call that is there.
     growing = {"corpora": {name: tokens_fingerprint(rows) for name, rows in other.items()}}

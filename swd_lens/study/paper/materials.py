@@ -29,6 +29,7 @@ from torch import Tensor
 
 from swd_lens.base import __version__
 from swd_lens.base.files import plain
+from swd_lens.base.fingerprints import splits_fingerprint
 from swd_lens.base.record import checked
 from swd_lens.base.step_cache import StepCache
 from swd_lens.circuits import Comparison, CostCurve, attribute
@@ -47,7 +48,6 @@ from swd_lens.hosts.embedded import text_tokens
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.study.controls import PRUNED, control_options
 from swd_lens.study.paper.settings import ItemSettings
-from swd_lens.study.resume import task_fingerprint
 from swd_lens.tasks import load_task, load_text
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.task import Task
@@ -222,7 +222,7 @@ class Materials:
         """The finished parts of the folder."""
         asked = {"swd_lens": __version__, "profile": self.settings.profile, **standing_hooks(self.model)}
         asked |= {"the host": self._host, "held-out tokens": self._heldout}
-        asked |= {"text": str(self.source), "tasks": {task.name: task_fingerprint(task) for task in self.tasks}}
+        asked |= {"text": str(self.source), "tasks": {task.name: splits_fingerprint(task.splits) for task in self.tasks}}
         shared = ("calibration_tokens", "outer_iterations", "context")
         return StepCache(self.folder, asked | {name: self.settings[name] for name in shared})
 
