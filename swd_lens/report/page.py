@@ -29,7 +29,7 @@ from swd_lens.report.recipe import load_code, run_code
 from swd_lens.report.verdict import verdict
 from swd_lens.report.wording import headline, main_replacement, methods_of
 from swd_lens.study import Run
-from swd_lens.study.run_file import Replacement
+from swd_lens.study.run import Replacement
 from swd_lens.study.section import Cell, ReportSection
 
 NECESSITY = 0.5

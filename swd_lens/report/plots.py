@@ -35,7 +35,7 @@ from swd_lens.base.figures import DIVERGING, INK, SEQUENTIAL, family_style, lite
 from swd_lens.circuits import CostCurve
 from swd_lens.circuits.plots import SHARES, cost_axis, draw_curves
 from swd_lens.study import Run
-from swd_lens.study.run_file import Replacement
+from swd_lens.study.run import Replacement
 from swd_lens.study.section import AttentionView
 
 FONT_STACK = "system-ui, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"

@@ -16,7 +16,7 @@ from swd_lens.circuits.measure import RECOVERED, Threshold
 from swd_lens.circuits.seeds import over_seeds
 from swd_lens.report.wording import FEW, conjunction, fixed, main_replacement, percent, plural, readable, signed, tiny
 from swd_lens.study import Run
-from swd_lens.study.run_file import Replacement
+from swd_lens.study.run import Replacement
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import pandas as pd
 from swd_lens.circuits.comparison import priced
 from swd_lens.circuits.measure import RECOVERED, Threshold, part_of
 from swd_lens.study import Run
-from swd_lens.study.run_file import Replacement
+from swd_lens.study.run import Replacement
 
 UNDEFINED = "–"
 MINUS = "\u2212"

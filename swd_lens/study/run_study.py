@@ -66,8 +66,7 @@ from swd_lens.study.controls import (
     solved_controls,
     swd_methods,
 )
-from swd_lens.study.run import Run
-from swd_lens.study.run_file import NAME, Replacement, folders_named
+from swd_lens.study.run import NAME, Replacement, Run, folders_named
 from swd_lens.study.section import AttentionView
 from swd_lens.study.views import TaskUnit, attention_views, unit_cards
 from swd_lens.tasks.streams import as_stream

@@ -16,7 +16,7 @@ from swd_lens.base.fingerprints import splits_fingerprint
 from swd_lens.base.sealed import read_tensors, write_tensors
 from swd_lens.base.step_cache import FOLDER
 from swd_lens.study import Run, run_study
-from swd_lens.study.run_file import STAGED
+from swd_lens.study.run import STAGED
 from tests.analysis.audit_models import lettered
 from tests.circuits.slow import able_split
 from tests.forwards import block_runs
