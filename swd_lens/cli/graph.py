@@ -205,10 +205,9 @@ def _needed(model: Any, task: Task, aligned: Aligned, kept: StepCache) -> list[s
     (dense,) = screened.tasks.values()
     if dense.remark:
         say(f"note: {task.name}: {dense.remark}")
-    needed = needed_sites(model, screened)
-    outputs = ", ".join(f"{site} ({share:.0%} of the margin)" for site, share in needed.outputs.items())
-    say(f"note: most needed: {outputs}")
-    return list(needed.sites)
+    sites, outputs = needed_sites(model, screened)
+    say(f"note: most needed: {', '.join(f'{site} ({share:.0%} of the margin)' for site, share in outputs.items())}")
+    return sites
 
 
 def _drawn(

@@ -47,7 +47,6 @@ from swd_lens.factorization.factorize import factorize
 from swd_lens.factorization.goal import FROM_NEURONS, STEPS, SWD, divided, next_sparsity, paths_of
 from swd_lens.hosts import find_sites
 from swd_lens.solver import DEFAULT_PRESET
-from swd_lens.tasks.split import TaskSplit
 from swd_lens.tasks.streams import TokenStream, split_rows
 from swd_lens.tasks.task import Task
 from swd_lens.train.baselines.exact import EXACT, ExactControl, have_heads, svd
@@ -446,9 +445,10 @@ class _Search:
         return alive[0]
 
     def _measure(self, candidate: _Candidate, share: float) -> None:
-        """Find the cheapest prefix on a share of the prompts."""
+        """Find the cheapest prefix on the first share of the prompts, at least FEWEST."""
         candidate.of = share
-        train, validation = (_part(split, share) for split in (self.task.train, self.task.validation))
+        splits = (self.task.train, self.task.validation)
+        train, validation = (s.first(max(min(FEWEST, len(s)), math.ceil(share * len(s)))) for s in splits)
         key = (candidate.method, f"{share:g}")
         score = partial(attribute, self.model, candidate.factors, train, dense=self.dense)
         candidate.scores = scores = kept_scores(self.steps, ("scores", *key), score, candidate.factors)
@@ -551,11 +551,6 @@ class _Search:
             "of": candidate.of,
             "outcome": candidate.outcome,
         }
-
-
-def _part(split: TaskSplit, share: float) -> TaskSplit:
-    """The first share of the prompts, at least FEWEST."""
-    return split.first(max(min(FEWEST, len(split)), math.ceil(share * len(split))))
 
 
 def _between(length: int, n_units: int) -> list[int]:
