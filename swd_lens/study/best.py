@@ -445,10 +445,9 @@ class _Search:
         return alive[0]
 
     def _measure(self, candidate: _Candidate, share: float) -> None:
-        """Find the cheapest prefix on the first share of the prompts, at least FEWEST."""
+        """Find the cheapest prefix on a share of the prompts."""
         candidate.of = share
-        splits = (self.task.train, self.task.validation)
-        train, validation = (s.first(max(min(FEWEST, len(s)), math.ceil(share * len(s)))) for s in splits)
+        train, validation = (_part(split, share) for split in (self.task.train, self.task.validation))
         key = (candidate.method, f"{share:g}")
         score = partial(attribute, self.model, candidate.factors, train, dense=self.dense)
         candidate.scores = scores = kept_scores(self.steps, ("scores", *key), score, candidate.factors)
@@ -551,6 +550,11 @@ class _Search:
             "of": candidate.of,
             "outcome": candidate.outcome,
         }
+
+
+def _part(split: TaskSplit, share: float) -> TaskSplit:
+    """The first share of the prompts, at least FEWEST."""
+    return split.first(max(min(FEWEST, len(split)), math.ceil(share * len(split))))
 
 
 def _between(length: int, n_units: int) -> list[int]:

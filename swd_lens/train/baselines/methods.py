@@ -27,7 +27,6 @@ from swd_lens.hosts import Host, find_sites, host_of, require_gradients, require
 from swd_lens.hosts.beginnings import warn_without_bos
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern, Site
-from swd_lens.tasks.streams import as_stream
 from swd_lens.train.activations import kept_activations
 from swd_lens.train.baselines.fits import CoderFit, HostFit, LocalFit, bias_of
 from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, TrainSpec, VpdSpec, recipe
@@ -219,7 +218,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
     require_possible(how.out)
     keep = kept_steps(spec, how.keep)
     rows = rows_of(tokens, model)
-    warn_without_bos(model, as_stream(tokens, model), "training tokens")
+    warn_without_bos(model, rows.stream, "training tokens")
     n_rows = rows_for("tokens_per_step", spec.tokens_per_step, rows)
     require_no_dropout(model)
     host = host_of(model)
@@ -236,7 +235,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
         "swd_lens": __version__,
         **standing_hooks(model),
         "settings": spec.as_dict(),
-        "tokens_sha256": rows.fingerprint(),
+        "tokens_sha256": rows.stream.fingerprint(),
         "unique_tokens": min(rows.n_rows * rows.row_length, spec.steps * spec.tokens_per_step),
         "sites": {
             part.name: {"kind": part.kind, "d_in": part.d_in, "d_out": part.d_out, "host": described(host, part)}

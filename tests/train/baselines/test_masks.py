@@ -9,7 +9,7 @@ from swd_lens import baselines
 from swd_lens.train.baselines.masks import Draws, Persistent, one_shot, seed_of
 from swd_lens.train.baselines.spec import VPD_KLS, VpdSpec
 from swd_lens.train.baselines.vpd import Vpd, jittered
-from swd_lens.train.rows import Shuffled
+from swd_lens.train.rows import rows_of
 from tests.micro import random_tokens
 
 SITE, MLP = "blocks.1.mlp_out", "blocks.0.mlp"
@@ -49,7 +49,7 @@ def test_a_step_with_subsets_by_hand(model):
     """The logged KL of the first step is that of the host with each matrix on components where its route says so."""
     units = baselines.vpd_kl(model, MLP, TOKENS, **ONE_STEP, routing="subset")
     parts = {kind: units[f"blocks.0.{kind}"].coder for kind in ("mlp_in", "mlp_out")}
-    mlp, ln, rows = model.blocks[0].mlp, model.blocks[0].ln2, next(Shuffled(TOKENS).batches(5, 0, 0))
+    mlp, ln, rows = model.blocks[0].mlp, model.blocks[0].ln2, next(rows_of(TOKENS, model).batches(5, 0, 0))
     generator = torch.Generator().manual_seed(1)  # 0 * 1,000,003 + step 1
     u = {kind: torch.rand(5, 10, 33, generator=generator) for kind in parts}
     count = torch.randint(1, 3, (5, 10, 1), generator=generator)
