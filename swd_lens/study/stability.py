@@ -374,7 +374,7 @@ class _Measured:
 _NOT_OF_THE_SOLVER = ("calibration", "batch_size", "gram_dtype", "weigh_outputs", "device", "workers", "threads")
 
 
-def re_paired(lost: Float[Tensor, "prompt answer"], split: TaskSplit, seed: int, deals: int = _DEALS) -> tuple[float, float]:
+def re_paired(lost: Float[Tensor, "prompt answer"], split: TaskSplit, seed: int) -> tuple[float, float]:
     """Mean margin that is lost, and the mean over deals of |the mean margin lost| when answers are dealt to other prompts.
 
     A deal gives each prompt the answers and distractors of another one; prompts, answers and their frequencies stay.
@@ -388,7 +388,7 @@ def re_paired(lost: Float[Tensor, "prompt answer"], split: TaskSplit, seed: int,
         weights[bucket.index] = (bucket.answers - bucket.distractors).double()
     generator = torch.Generator().manual_seed(seed)
     n, dealt = len(split), []
-    for _ in range(deals):
+    for _ in range(_DEALS):
         order = torch.randperm(n, generator=generator)
         dealt.append(abs(float((lost[order] * weights[order.roll(1)]).sum(1).mean())))  # nobody keeps their own
     return float((lost * weights).sum(1).mean()), sum(dealt) / len(dealt)
