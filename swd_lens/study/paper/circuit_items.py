@@ -1,6 +1,6 @@
 """Items that compare circuits of the same surface: a single matrix, exact controls, a whole MLP.
 
-1. The methods of an item: SWD by every solver (replacements.py), exact controls, what is trained; each made when its turn comes.
+1. The methods of an item: SWD by every solver (materials.py), exact controls, what is trained; each made when its turn comes.
 2. `Materials.compare` measures them: fidelity, scores, nested prefixes, on the tasks that are judged at the surface.
 3. Tables: fidelity, costs at the item's targets for every ablation, the primary number. Pictures: the paper's frontiers, on both
    axes of cost. Sentences: what is matched, who needs the fewest edges, the primary number.
