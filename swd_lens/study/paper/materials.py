@@ -116,31 +116,28 @@ class Materials:
     @cached_property
     def heldout(self) -> Int[Tensor, "rows pos"]:
         """Rows that nothing is fitted on."""
-        n_tokens = self._whole_rows(self.settings["heldout_tokens"])
-        if self.source == EMBEDDED:
-            return text_tokens(n_tokens, split="test")
-        return load_text(self.source, self.model, n_tokens, context=self.context, separator=self._separator)
+        return self._text("test", self.settings["heldout_tokens"], 0)
 
     def fitted_on(self, n_tokens: int) -> Int[Tensor, "rows pos"] | TokenStream:
         """The first so many tokens that are not held out, in whole rows; a stream where they are many."""
-        n_tokens = self._whole_rows(n_tokens)
-        if self.source == EMBEDDED:
-            return text_tokens(n_tokens, split="train")
-        how = {"context": self.context, "separator": self._separator, "skip_tokens": self.heldout.numel()}
-        if n_tokens <= _KEPT_TOKENS:
-            return load_text(self.source, self.model, n_tokens, **how)
-        rows = partial(stream_rows, self.source, self.model, **how)
-        return TokenStream(rows, n_tokens // self.context, row_length=self.context)
+        return self._text("train", n_tokens, self.heldout.numel())
 
     @cached_property
     def validation(self) -> Int[Tensor, "rows pos"]:
         """As many rows as are held out, behind all that is trained on: settings of baselines are chosen on them."""
-        n_tokens = self.heldout.numel()
+        n_tokens, n_rows = self.heldout.numel(), -(-self.settings["training_tokens"] // self.context)
+        return self._text("validation", n_tokens, n_tokens + n_rows * self.context)
+
+    def _text(self, split: str, n_tokens: int, behind: int) -> Any:
+        """So many tokens, in whole rows: of this split of the embedded model's text, or of another one behind its first."""
+        n_rows = -(-n_tokens // self.context)
         if self.source == EMBEDDED:
-            return text_tokens(n_tokens, split="validation")
-        behind = n_tokens + self._whole_rows(self.settings["training_tokens"])
-        how = {"context": self.context, "separator": self._separator, "skip_tokens": behind}
-        return load_text(self.source, self.model, n_tokens, **how)
+            return text_tokens(n_rows * self.context, split=split)
+        separator = "eos" if self.model.tokenizer.eos_token_id is not None else None
+        how = {"context": self.context, "separator": separator, "skip_tokens": behind}
+        if n_rows * self.context <= _KEPT_TOKENS:
+            return load_text(self.source, self.model, n_rows * self.context, **how)
+        return TokenStream(partial(stream_rows, self.source, self.model, **how), n_rows, row_length=self.context)
 
     def calibration(self, n_tokens: int) -> CalibrationText:
         """Give `fitted_on` as text that remembers its Grams."""
@@ -188,13 +185,6 @@ class Materials:
                 sentences.append(f"{what}: {', '.join(f'{name} ({weak[name]:.0%} right)' for name in names)}.")
         return sentences
 
-    def _whole_rows(self, n_tokens: int) -> int:
-        return -(-n_tokens // self.context) * self.context
-
-    @property
-    def _separator(self) -> str | None:
-        return "eos" if self.model.tokenizer.eos_token_id is not None else None
-
     # ------------------------------------------------------------------ the folder
 
     def provenance(self) -> dict[str, Any]:
@@ -202,26 +192,23 @@ class Materials:
         return {
             "swd_lens": __version__,
             "model": str(self.model.cfg.model_name),
-            "host_sha256": self._host,
+            "host_sha256": self._hashes[0],
             "text": str(self.source),
-            "heldout_sha256": self._heldout,
+            "heldout_sha256": self._hashes[1],
             **as_stream(self.heldout, self.model).about(self.model),
             **standing_hooks(self.model),
         }
 
     @cached_property
-    def _host(self) -> str:
-        return host_fingerprint(self.model, self.model.cfg)
-
-    @cached_property
-    def _heldout(self) -> str:
-        return as_stream(self.heldout, self.model).fingerprint()
+    def _hashes(self) -> tuple[str, str]:
+        """Fingerprints of the host and of the held-out text."""
+        return host_fingerprint(self.model, self.model.cfg), as_stream(self.heldout, self.model).fingerprint()
 
     @cached_property
     def parts(self) -> StepCache:
         """The finished parts of the folder."""
         asked = {"swd_lens": __version__, "profile": self.settings.profile, **standing_hooks(self.model)}
-        asked |= {"the host": self._host, "held-out tokens": self._heldout}
+        asked |= dict(zip(("the host", "held-out tokens"), self._hashes, strict=True))
         asked |= {"text": str(self.source), "tasks": {task.name: splits_fingerprint(task.splits) for task in self.tasks}}
         shared = ("calibration_tokens", "outer_iterations", "context")
         return StepCache(self.folder, asked | {name: self.settings[name] for name in shared})
