@@ -172,8 +172,8 @@ def _prompts_of(model: Any, task: Task, prompts: int, out: Path, overwrite: bool
 def _looked_into(
     model: Any, units: UnitSet, shown: graphs.UnitGraph, heldout: Any, labels: UnitLabels | None
 ) -> tuple[dict[str, Any], graphs.Replays]:
-    """What a page and other viewers show beside the graph: its attention edges by head, the audit of its units on held-out text,
-    its groups; and runs of the prompt with each of the most influential units changed."""
+    """Make all that a page and other viewers show beside the graph: its attention edges by head, the audit of its units on
+    held-out text, its groups; and runs of the prompt with each of the most influential units changed."""
     say("split attention edges by head, scores by pairs of units")
     paths = graphs.attention_paths(model, units, shown)
     say("replay with single units changed, for the sliders of the page")

@@ -284,7 +284,7 @@ def study_steps(n_surfaces: int, n_sparsities: int, controls: Sequence[str], *, 
 
 @dataclass
 class _Study:
-    """What one call works on, and its steps.
+    """The subject of one call, and its steps.
 
     Attributes:
         solved_on: the host whose matrices are factorized.

@@ -131,13 +131,8 @@ def stability(
     other = {name: as_rows(rows, model) for name, rows in (corpora or {}).items()}
     options = {"sparsity": sparsity, "preset": preset, **solver}
     question = {"swd_lens": __version__, "the host": host_fingerprint(model, model.cfg), "site": matrix.name}
-    question |= {
-        "the task": splits_fingerprint(task.splits),
-        "tokens": tokens_fingerprint(pool),
-        "recovered": recovered,
-        "seed": seed,
-    }
-    question |= standing_hooks(model)
+    question |= {"the task": splits_fingerprint(task.splits), "tokens": tokens_fingerprint(pool), "recovered": recovered}
+    question |= {"seed": seed, **standing_hooks(model)}
     # Further texts may be added to a call that is there.
     growing = {"corpora": {name: tokens_fingerprint(rows) for name, rows in other.items()}}
     folder = None if out is None else Path(out)
