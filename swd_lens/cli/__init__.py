@@ -41,25 +41,21 @@ status, output = Console(stderr=True), Console()
 
 def main() -> None:
     """Entry point of the console script."""
+    words = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     try:
-        _run()
+        if words and words[0] in COMMANDS:
+            app = _all_commands()
+            from swd_lens.base.machine import keep_freed_memory  # not sooner: it loads torch
+
+            keep_freed_memory()
+        else:  # help, version, and the answer to a command that there is not
+            app = new_app()
+            for name, line in COMMANDS.items():
+                app.command(name, help=line)(lambda: None)
+        app()
     except KeyboardInterrupt:  # before a command has begun, or after it has ended
         status.print("interrupted")
         sys.exit(130)
-
-
-def _run() -> None:
-    words = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
-    if words and words[0] in COMMANDS:
-        app = _all_commands()
-        from swd_lens.base.machine import keep_freed_memory  # not sooner: it loads torch
-
-        keep_freed_memory()
-    else:  # help, version, and the answer to a command that there is not
-        app = new_app()
-        for name, line in COMMANDS.items():
-            app.command(name, help=line)(lambda: None)
-    app()
 
 
 def new_app() -> typer.Typer:

@@ -13,8 +13,8 @@ swd-lens train-baseline sparse-pretrain  a GPT-2 of a host's shape, trained from
 
 import ast
 import json
-import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -47,6 +47,7 @@ from swd_lens.train.baselines.sparse_training import SPARSE_PRETRAINS
 from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, recipe
 from swd_lens.train.finetune import PRESETS as FINETUNINGS
 from swd_lens.train.finetune import finetune
+from swd_lens.train.rows import launched
 from swd_lens.units.factors import FactorSet
 
 group = typer.Typer(no_args_is_help=True, help="Train what SWD is compared with: transcoders, VPD, sparse pretraining.")
@@ -147,7 +148,12 @@ def finetune_command(
 
     The same command again goes on where it was stopped. Each of several processes loads the model on its own device.
     """
-    first, device = _process()
+    first, device = True, None
+    if launched():
+        from accelerate import PartialState
+
+        state = PartialState()
+        first, device = state.is_main_process, str(state.device)
     status.quiet = not first
     changes = parsed_settings(settings)
     plan("load", "fine-tune")
@@ -175,16 +181,6 @@ def finetune_command(
             table("Fine-tuned", pd.DataFrame([shown])),
             f"Saved to {out / 'factors'}; swd.FactorSet.load reads it.",
         )
-
-
-def _process() -> tuple[bool, str | None]:
-    """Say whether this process is the first of those that accelerate or torchrun started, and its device; None: the default."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return True, None
-    from accelerate import PartialState
-
-    state = PartialState()
-    return state.is_main_process, str(state.device)
 
 
 @dataclass(frozen=True)
@@ -258,14 +254,9 @@ def parsed_settings(texts: Sequence[str] | None, n_tokens: int | None = None) ->
             raise ValueError(f"--set {legible(text)}: give NAME=VALUE, such as --set learning_rate=1e-3")
         if name.strip() in settings:
             raise ValueError(f"--set {legible(text)}: {legible(name.strip())} is given twice")
-        settings[name.strip()] = _value(value.strip())
+        settings[name.strip()] = value.strip()
+        for read in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError):
+                settings[name.strip()] = read(value.strip())
+                break
     return settings
-
-
-def _value(text: str) -> Any:
-    for read in (json.loads, ast.literal_eval):
-        try:
-            return read(text)
-        except (ValueError, SyntaxError):
-            continue
-    return text

@@ -1,4 +1,7 @@
-"""demo and circuit: the whole road, ending in a report (`run_study` does the work); report: the report again, from the folder."""
+"""demo and circuit: the whole road, ending in a report (`run_study` does the work); report: the report again, from the folder.
+
+circuit --best: the cheapest faithful circuit of each task, in place of a study of given methods and sparsities.
+"""
 
 import json
 import time
@@ -11,13 +14,13 @@ import torch
 from typer import Argument, Option
 
 from swd_lens.base import __version__
-from swd_lens.base.checks import one_of
+from swd_lens.base.checks import one_of, require_names
 from swd_lens.base.errors import TokenError, legible
+from swd_lens.base.fingerprints import splits_fingerprint
 from swd_lens.base.step_cache import FOLDER, StepCache
 from swd_lens.base.writer import require_writable_file, writing
 from swd_lens.circuits.screen import Screen, screen
 from swd_lens.cli import status
-from swd_lens.cli.best import best_circuits
 from swd_lens.cli.options import (
     CeOption,
     HostOption,
@@ -36,6 +39,7 @@ from swd_lens.cli.options import (
     show,
 )
 from swd_lens.factorization.checkpoint import host_fingerprint
+from swd_lens.factorization.estimate import estimate
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.embedded import load_default_model, text_tokens
@@ -44,10 +48,11 @@ from swd_lens.report import write_report
 from swd_lens.report.terminal import run_tables, table
 from swd_lens.study import Run, run_study
 from swd_lens.study.best import KL as DEFAULT_KL
+from swd_lens.study.best import OUTPUTS, BestCircuit, best_circuit
 from swd_lens.study.controls import CONTROLS, DEFAULT_CONTROLS, RANDOM_B_SEEDS, controls_of, sizes_of
 from swd_lens.study.inside import look_inside
+from swd_lens.study.memory import memory_of
 from swd_lens.study.replacement import FACTORS, FINETUNED
-from swd_lens.study.resume import memory_of, task_fingerprint
 from swd_lens.study.run_study import require_surface, study_steps, surface_of
 from swd_lens.study.trust import look_at_trust
 from swd_lens.tasks import Task, load_task
@@ -93,31 +98,20 @@ def demo(
             on_step=steps,
             progress=True,
         )
-        run = _with_look_inside(run, model, exact, tasks, out / FOLDER / "attn_qkv")
-        _deliver(_with_trust(run, model, tasks, last, out / FOLDER / "stability"), out, printed)
-
-
-def _with_look_inside(run: Run, model: Any, exact: Any, tasks: Sequence[Task], kept: Path) -> Run:
-    """The demo's run with sections on query-key pairs, a graph of units and their paths."""
-    began = time.perf_counter()
-    say("look inside: query-key pairs, a graph of units, paths")
-    # Sparser units are fewer and stronger in a head: a pair of them matters.
-    text = text_tokens(16_384, split="train")
-    factors: dict[str, Any] = dict(factorize(exact, "attn_qkv", sparsity=0.75, tokens=text, out=kept, progress=True))
-    for surface in ("all attn_o", "all mlp_out"):
-        factors |= dict(run.sparsest(surface).factors)
-    views, sections = look_inside(model, factors, tasks, graph_task="gendered_pronoun", path_task="greater_than")
-    seconds = run.seconds + time.perf_counter() - began
-    return replace(run, attention=[*run.attention, *views], extras=sections, seconds=seconds)
-
-
-def _with_trust(run: Run, model: Any, tasks: Sequence[Task], site: str, kept: Path) -> Run:
-    """The demo's run with a section on how far its circuits can be trusted; the card is of the smallest circuit in the site."""
-    began = time.perf_counter()
-    say("trust: nulls, worst cases, the dense model, one matrix varied")
-    calibration, heldout = text_tokens(16_384, split="train"), text_tokens(2_048, split="test")
-    section = look_at_trust(model, run, tasks, heldout, vary=site, calibration_tokens=calibration, out=kept)
-    return replace(run, extras=[section, *run.extras], seconds=run.seconds + time.perf_counter() - began)
+        began = time.perf_counter()
+        say("look inside: query-key pairs, a graph of units, paths")
+        # Sparser units are fewer and stronger in a head: a pair of them matters.
+        how: dict[str, Any] = {"sparsity": 0.75, "tokens": calibration, "progress": True}
+        factors: dict[str, Any] = dict(factorize(exact, "attn_qkv", out=out / FOLDER / "attn_qkv", **how))
+        for surface in ("all attn_o", "all mlp_out"):
+            factors |= dict(run.sparsest(surface).factors)
+        views, sections = look_inside(model, factors, tasks, graph_task="gendered_pronoun", path_task="greater_than")
+        say("trust: nulls, worst cases, the dense model, one matrix varied")
+        kept = {"calibration_tokens": calibration, "out": out / FOLDER / "stability"}
+        trust = look_at_trust(model, run, tasks, text_tokens(2_048, split="test"), vary=last, **kept)
+        seconds = run.seconds + time.perf_counter() - began
+        run = replace(run, attention=[*run.attention, *views], extras=[trust, *sections], seconds=seconds)
+        _deliver(run, out, printed)
 
 
 @dataclass(frozen=True)
@@ -234,20 +228,8 @@ def circuit(
     if best:
         changed = {"--positions": positions != ["scoring"], "--ablation": ablation != ["mean"]}
         methods.refuse_beside_best(text, changed | {"options of the solver": solver.arguments()})
-        plan("load", "read", "the", complete=False)
-        model = model_options.load(None if sites == ["auto"] else sites)
-        tasks, texts = prompts.read(model), text.rows(model, model_options)
-        how = {"kl": DEFAULT_KL if methods.kl is None else methods.kl, "minutes": minutes}
-        best_circuits(
-            model,
-            tasks,
-            "auto" if sites in (None, ["auto"]) else sites,
-            texts,
-            how,
-            out=out,
-            overwrite=overwrite,
-            printed=printed,
-        )
+        how = {"kl": DEFAULT_KL if methods.kl is None else methods.kl, "minutes": minutes, "overwrite": overwrite}
+        _best_circuits(out, sites or ["auto"], prompts, model_options, text, how, printed)
         return
     if not sites and not methods.factors:
         raise ValueError("name what to study: --sites, finished factors (--factors), or both")
@@ -256,6 +238,48 @@ def circuit(
     study = {**methods.arguments(), **solver.arguments()}
     with writing(out, "circuit"):
         _deliver(_studied(out, sites or [], prompts, model_options, text, study, how, overwrite), out, printed)
+
+
+def _best_circuits(
+    out: Path,
+    sites: list[str],
+    prompts: PromptOptions,
+    model_options: ModelOptions,
+    text: TextOptions,
+    how: dict[str, Any],
+    printed: OutputOptions,
+) -> None:
+    """Find, save and print the best circuit of each task; a search that an earlier call began or finished goes on there.
+
+    Args:
+        sites: patterns, or "auto".
+        how: kl, minutes and overwrite.
+
+    Raises:
+        ValueError: two tasks of the same name, or one whose folder would be a file of ours.
+        ResumeError: a task's folder holds another search.
+    """
+    plan("load", "read", "the", complete=False)
+    auto = sites == ["auto"]
+    model = model_options.load(None if auto else sites)
+    tasks, (tokens, heldout) = prompts.read(model), text.rows(model, model_options)
+    require_names("task", [task.name for task in tasks])
+    say_memory_needed({"best circuit": estimate(model, OUTPUTS if auto else sites, tokens=tokens).peak_bytes})
+    by_task: dict[str, BestCircuit] = {}
+    with writing(out, "circuit"):
+        for task in tasks:
+            say(f"the best circuit of {task.name}, in about {how['minutes']:g} minutes")
+            texts = {"tokens": tokens, "heldout_tokens": heldout}
+            found = best_circuit(model, task, "auto" if auto else sites, **texts, out=out / task.name, **how)
+            by_task[task.name] = found
+    shown: list[Any] = []
+    for best in by_task.values():
+        # What has room in a terminal of 80 columns; --json and best.json have the rest.
+        tried = best.tried.assign(KL=best.tried["KL"].map("{:.2g}".format))
+        tried = tried.filter(items=["method", "KL", "edges", "units", "outcome"])
+        shown += [table(f"{best.title()}: what was tried", tried), best.in_words(), ""]
+    files = f"Everything is in {out}, a folder per task: best.json, circuit.safetensors, factors/."
+    printed.show({"folder": str(out), **{name: best.as_dict() for name, best in by_task.items()}}, *shown, files)
 
 
 def _studied(
@@ -310,7 +334,7 @@ def _screened(model: Any, tasks: Sequence[Task], sites: Any, kept: Path, overwri
     say("screen the sites: what do the tasks lose where an output is its mean?")
     question: dict[str, Any] = {"swd_lens": __version__, "prompts": _SCREENED, **standing_hooks(model)}
     question |= {"host": host_fingerprint(model, model.cfg), "sites": [site.name for site in find_sites(model, sites)]}
-    question |= {"tasks": {task.name: task_fingerprint(task) for task in tasks}}
+    question |= {"tasks": {task.name: splits_fingerprint(task.splits) for task in tasks}}
     screened = StepCache(kept, overwrite=overwrite).values(
         ("screen", json.dumps(question)),
         lambda: screen(model, tasks, sites=sites, n_prompts=_SCREENED, progress=True).as_dict(),

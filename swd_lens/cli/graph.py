@@ -15,6 +15,7 @@ from swd_lens.analysis.graph.export import TARGETS, plain_name
 from swd_lens.analysis.graph.frozen import require_drawable
 from swd_lens.base import __version__
 from swd_lens.base.checks import one_of
+from swd_lens.base.fingerprints import splits_fingerprint
 from swd_lens.base.sealed import tensor_digest
 from swd_lens.base.step_cache import StepCache
 from swd_lens.base.writer import writing
@@ -40,7 +41,6 @@ from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.report.terminal import table
-from swd_lens.study.resume import task_fingerprint
 from swd_lens.study.task_circuit import best_units, example_of, needed_sites, scored_units, screened_outputs, well_done
 from swd_lens.tasks import load_task
 from swd_lens.tasks.aligned import Aligned
@@ -116,9 +116,8 @@ def graph(
         require_drawable(host_of(model))  # before minutes of factors and scores
         say(f"read {task} and text")
         of_task = load_task(task, model, n_train=n_train, n_test=n_train)
-        aligned = _aligned(model, of_task, prompts)
+        aligned, kept = _prompts_of(model, of_task, prompts, out, overwrite)
         tokens, heldout = text.rows(model, model_options)
-        kept = _cache(out, model, of_task, aligned, overwrite)
         if finished is None:
             wanted = sites or _needed(model, of_task, aligned, kept)
             say(f"factorize {len(find_sites(model, wanted))} matrices at s={sparsity:g}")
@@ -132,64 +131,60 @@ def graph(
         scores = kept.values(key, lambda: scored().as_dict(), UnitScores.from_dict)
         (circuit := best_units(attached, scores, best)).save(out / "circuit.safetensors")
         shown, beside = _drawn(model, attached, circuit, aligned, prompt, edges, named)
-        say("split attention edges by head, scores by pairs of units")
-        paths = graphs.attention_paths(model, attached, shown)
-        replays = _replayed(model, attached, shown)
-        seen = _seen(model, attached, heldout, shown, named)
+        inside, replays = _looked_into(model, attached, shown, heldout, named)
         say("write the page")
-        groups = graphs.groups(shown, by="writes" if named is None else "labels", factors=attached)
-        page = shown.show(audit=seen, replays=replays, attention=paths, groups=groups, labels=named, beside=beside)
+        page = shown.show(**inside, replays=replays, labels=named, beside=beside)
         files = _written(out, page, shown, beside, of_task.name)
         for target in export or ():
-            shown.export(out / target, target=target, audit=seen, attention=paths, groups=groups)
+            shown.export(out / target, target=target, **inside)
             files[f"{target}/"] = "the graph as that viewer reads it"
         files |= {"circuit.safetensors": "the units and all scores"} | (
             {"factors/": "the SWD factors"} if factors is None else {}
         )
         printed.show(
-            {"page": str(out / "graph.html"), **shown.as_dict(), "attention": paths.as_dict()},
+            {"page": str(out / "graph.html"), **shown.as_dict(), "attention": inside["attention"].as_dict()},
             table("Units by matrix", _by_site(circuit)),
-            table("The strongest edges", _narrow(shown.table(8))),
+            # What has room in a terminal of 80 columns.
+            table("The strongest edges", pd.DataFrame(shown.table(8)[["source", "target", "kind", "contribution"]])),
             f"Open {out / 'graph.html'} in a browser. Everything is in {out}:",
             *(f"  {name:<20} {content}" for name, content in files.items()),
         )
 
 
-def _aligned(model: Any, task: Task, prompts: int) -> Aligned:
-    """Prompts of the task that the model does well; says which, and which are left out."""
+def _prompts_of(model: Any, task: Task, prompts: int, out: Path, overwrite: bool) -> tuple[Aligned, StepCache]:
+    """Prompts of the task that the model does well (says which, and which are left out); and the steps that an earlier call on
+    the same host, task and prompts has finished."""
     aligned = well_done(model, task, prompts)
     drawn = f"; {aligned.drawn} of them drawn for this" if aligned.drawn else ""
     others = ", ".join(f"{count} {reason}" for reason, count in aligned.left_out.items())
     others = f"; of the task left out: {others}" if others else ""
     say(f"note: {len(aligned.split)} aligned prompts like: {aligned.text}{drawn}{others}")
-    return aligned
-
-
-def _cache(out: Path, model: Any, task: Task, aligned: Aligned, overwrite: bool) -> StepCache:
-    """Steps that an earlier call on the same host, task and prompts has finished."""
     question = {
         "swd_lens": __version__,
         "host": host_fingerprint(model, model.cfg),
-        "task": task_fingerprint(task),
+        "task": splits_fingerprint(task.splits),
         "aligned prompts": tensor_digest({"tokens": aligned.tokens}),
         **standing_hooks(model),
     }
-    return StepCache(out, question, overwrite=overwrite)
+    return aligned, StepCache(out, question, overwrite=overwrite)
 
 
-def _seen(model: Any, units: UnitSet, heldout: Any, shown: graphs.UnitGraph, labels: UnitLabels | None) -> Any:
-    """The audit of the graph's units on held-out text."""
-    say("look at the units on held-out text")
-    members = sorted({f"{site}/{unit}" for site, unit in zip(shown.nodes["site"], shown.nodes["unit"], strict=True) if site})
-    return audit(model, units, heldout, units=members, n=6, labels=labels, coactivation=False, progress=True)
-
-
-def _replayed(model: Any, units: UnitSet, shown: graphs.UnitGraph) -> graphs.Replays:
-    """Runs of the prompt with each of the most influential units changed."""
+def _looked_into(
+    model: Any, units: UnitSet, shown: graphs.UnitGraph, heldout: Any, labels: UnitLabels | None
+) -> tuple[dict[str, Any], graphs.Replays]:
+    """Make all that a page and other viewers show beside the graph: its attention edges by head, the audit of its units on
+    held-out text, its groups; and runs of the prompt with each of the most influential units changed."""
+    say("split attention edges by head, scores by pairs of units")
+    paths = graphs.attention_paths(model, units, shown)
     say("replay with single units changed, for the sliders of the page")
     of_units = pd.DataFrame(shown.nodes[shown.nodes["kind"] == "unit"])
     most_telling = of_units.sort_values("influence", ascending=False, kind="stable")["node"].head(_REPLAYED)
-    return graphs.replays(model, units, shown, most_telling.tolist())
+    replays = graphs.replays(model, units, shown, most_telling.tolist())
+    say("look at the units on held-out text")
+    members = sorted({f"{site}/{unit}" for site, unit in zip(shown.nodes["site"], shown.nodes["unit"], strict=True) if site})
+    seen = audit(model, units, heldout, units=members, n=6, labels=labels, coactivation=False, progress=True)
+    groups = graphs.groups(shown, by="writes" if labels is None else "labels", factors=units)
+    return {"audit": seen, "attention": paths, "groups": groups}, replays
 
 
 def _written(out: Path, page: Any, shown: graphs.UnitGraph, beside: graphs.UnitGraph | None, task: str) -> dict[str, str]:
@@ -210,10 +205,9 @@ def _needed(model: Any, task: Task, aligned: Aligned, kept: StepCache) -> list[s
     (dense,) = screened.tasks.values()
     if dense.remark:
         say(f"note: {task.name}: {dense.remark}")
-    needed = needed_sites(model, screened)
-    outputs = ", ".join(f"{site} ({share:.0%} of the margin)" for site, share in needed.outputs.items())
-    say(f"note: most needed: {outputs}")
-    return list(needed.sites)
+    sites, outputs = needed_sites(model, screened)
+    say(f"note: most needed: {', '.join(f'{site} ({share:.0%} of the margin)' for site, share in outputs.items())}")
+    return sites
 
 
 def _drawn(
@@ -243,8 +237,3 @@ def _by_site(circuit: Circuit) -> pd.DataFrame:
         for site, rows in of_circuit.groupby("site", sort=False)
     ]
     return pd.DataFrame(rows)
-
-
-def _narrow(edges: pd.DataFrame) -> pd.DataFrame:
-    """Keep what has room in a terminal of 80 columns."""
-    return pd.DataFrame(edges[["source", "target", "kind", "contribution"]])

@@ -40,8 +40,8 @@ from swd_lens.cli.options import (
 from swd_lens.factorization.estimate import estimate as estimate_cost
 from swd_lens.factorization.factorize import factorize as factorize_model
 from swd_lens.report.terminal import table
+from swd_lens.study.memory import memory_of_replacement
 from swd_lens.study.replacement import BUDGETS, DEFAULT, ModelReplacement, replace_model
-from swd_lens.study.resume import memory_of_replacement
 from swd_lens.train.finetune.run import DEFAULT_PRESET as FINETUNING
 from swd_lens.train.finetune.spec import resolve as resolve_finetuning
 
@@ -235,8 +235,15 @@ def estimate(
     threads: ThreadsOption = None,
 ) -> None:
     """Memory and time that factorize will take, of a model or of shapes alone."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for text in shape or ():
+        parts = text.lower().split("x")
+        if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+            raise ValueError(f"--shape {quoted(text)}: give d_in by d_out, as in 17408x5120")
+        equal = sum(name.partition(" #")[0] == text for name in shapes)  # told apart by a number
+        shapes[f"{text} #{equal + 1}" if equal else text] = (int(parts[0]), int(parts[1]))
     cost = estimate_cost(
-        _shapes(shape) if shape else model_options.load(),
+        shapes or model_options.load(),
         tuple(sites) if sites != ["all"] else "all",
         sparsity=sparsity,
         tokens=tokens,
@@ -250,15 +257,3 @@ def _narrow(wide: pd.DataFrame, left_out: tuple[str, ...]) -> pd.DataFrame:
     """Keep what has room in a terminal of 80 columns; --json and replacement.json have the rest."""
     names = [name for name in wide.columns if name not in left_out and not re.match(r"share|(KL|relMSE) uniform", name)]
     return wide.filter(items=names)
-
-
-def _shapes(texts: list[str]) -> dict[str, tuple[int, int]]:
-    """Name -> (d_in, d_out) of shapes such as 17408x5120; equal ones are told apart by a number."""
-    shapes: dict[str, tuple[int, int]] = {}
-    for text in texts:
-        parts = text.lower().split("x")
-        if len(parts) != 2 or not all(part.isdecimal() for part in parts):
-            raise ValueError(f"--shape {quoted(text)}: give d_in by d_out, as in 17408x5120")
-        equal = sum(name.partition(" #")[0] == text for name in shapes)
-        shapes[f"{text} #{equal + 1}" if equal else text] = (int(parts[0]), int(parts[1]))
-    return shapes

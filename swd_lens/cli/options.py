@@ -157,7 +157,17 @@ class TextOptions:
                 raise ValueError(f"--text FILE is needed: {legible(self.purpose)}")
             heldout = text_tokens(self.heldout_tokens, split="test")
             return (text_tokens(wanted, split="train") if wanted else None), heldout
-        rows = self._packed(model, wanted)
+        if self.text.is_file() or str(self.text) not in NAMES:
+            with readable(self.text, "text in UTF-8"):
+                text = self.text.read_text(encoding="utf-8")
+            rows = pack_text(model, text)
+            begins = ", BOS before each row" if begins_with_bos(model) else ""
+            say(f"{self.text.name}: taken as 1 document of {rows.numel():,} tokens, no EOS inside{begins}")
+        else:  # of a named text as many rows as are needed, EOS between its documents
+            length = min(int(model.cfg.n_ctx), 1024)
+            n_rows = -(-wanted // length) - (-self.heldout_tokens // length)
+            separator = "eos" if model.tokenizer.eos_token_id is not None else None
+            rows = load_text(str(self.text), model, max(2, n_rows) * length, context=length, separator=separator)
         length = rows.shape[1]
         if len(rows) < 2:
             raise ValueError(
@@ -166,21 +176,6 @@ class TextOptions:
             )
         n_heldout = min(-(-self.heldout_tokens // length), len(rows) // 2 if wanted else len(rows))
         return first_rows(rows[: len(rows) - n_heldout], wanted), rows[-n_heldout:]
-
-    def _packed(self, model: Any, wanted: int) -> Any:
-        """Rows of the whole file, as one document; of a named text as many as are needed, EOS between its documents."""
-        assert self.text is not None
-        if self.text.is_file() or str(self.text) not in NAMES:
-            with readable(self.text, "text in UTF-8"):
-                text = self.text.read_text(encoding="utf-8")
-            rows = pack_text(model, text)
-            begins = ", BOS before each row" if begins_with_bos(model) else ""
-            say(f"{self.text.name}: taken as 1 document of {rows.numel():,} tokens, no EOS inside{begins}")
-            return rows
-        length = min(int(model.cfg.n_ctx), 1024)
-        n_rows = -(-wanted // length) - (-self.heldout_tokens // length)
-        separator = "eos" if model.tokenizer.eos_token_id is not None else None
-        return load_text(str(self.text), model, max(2, n_rows) * length, context=length, separator=separator)
 
 
 @dataclass(frozen=True)
@@ -268,7 +263,8 @@ def command(to: typer.Typer, name: str | None = None, *, goes_on: bool = False) 
                 if goes_on and (peak := peak_bytes()) is not None:
                     loaded = f", {in_words(_running.loaded)} of it when the model was loaded" if _running.loaded else ""
                     on_gpu = f"; {in_words(gpu)} on the GPU" if (gpu := peak_gpu_bytes()) else ""
-                    _print_dim(f"peak memory {in_words(peak)}{loaded}{on_gpu}")
+                    line = f"peak memory {in_words(peak)}{loaded}{on_gpu}"
+                    status.print(f"[dim]{escape(line)}[/dim]", highlight=False, soft_wrap=True)
 
         every = [option for p in parameters for option in (options[p.name].values() if p.name in groups else [p])]
         call.__signature__ = inspect.Signature([o.replace(kind=inspect.Parameter.KEYWORD_ONLY) for o in every])
@@ -340,10 +336,7 @@ def say_memory_needed(parts: Mapping[str, int]) -> None:
     free = available_bytes(torch.device("cpu"))
     there = "" if free is None else f"; {in_words(free)} available"
     short = ", which may not be enough" if free is not None and parts[part] > free else ""
-    _print_dim(f"memory: at most {in_words(parts[part])} beyond the loaded model ({part}){there}{short}")
-
-
-def _print_dim(line: str) -> None:
+    line = f"memory: at most {in_words(parts[part])} beyond the loaded model ({part}){there}{short}"
     status.print(f"[dim]{escape(visible(line))}[/dim]", highlight=False, soft_wrap=True)
 
 

@@ -1,7 +1,6 @@
 """paper: the paper's tables and figures, each by one command; what they would cost; one page of all."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,7 +64,14 @@ def paper(
         # A model that no profile names has to be loaded, to know its sizes.
         known = model is None or model in SHAPES
         planned = items.plan(item, profile, model if known else _load(str(model), host), **values)
-        lines = [line for each in planned.settings for line in (f"\n{each.item}: {each.question}", *_lines(each))]
+        lines = []
+        for each in planned.settings:
+            lines.append(f"\n{each.item}: {each.question}")
+            # A setting on two lines: its value, with the paper's where that is another and the section; and what it is.
+            for row in each.table().to_dict("records"):
+                paper_has = f" (paper: {row['paper']})" if row["paper"] else ""
+                source = f"  [{row['source']}]" if row["source"] else ""
+                lines += [f"  {row['setting']} = {row['value']}{paper_has}{source}", f"      {row['about']}"]
         costs = planned.table().drop(columns=["asks", "section"])
         costs["time"] = [duration(60 * minutes) for minutes in costs.pop("minutes")]
         note = "Estimates from shapes, good to a factor of three; each item alone. In one folder they share factors and passes."
@@ -85,15 +91,6 @@ def paper(
     printable = {name: json.loads(json.dumps(plain(result.as_dict()))) for name, result in results.items()}
     words = [line for result in results.values() for line in (f"\n{result.title()}", *result.findings)]
     printed.show(printable, *words, f"\nEverything is in {out}; the page is {path}.")
-
-
-def _lines(settings: items.ItemSettings) -> Iterator[str]:
-    """A setting on two lines: its value, with the paper's where that is another and the section; and what it is."""
-    for row in settings.table().to_dict("records"):
-        paper_has = f" (paper: {row['paper']})" if row["paper"] else ""
-        source = f"  [{row['source']}]" if row["source"] else ""
-        yield f"  {row['setting']} = {row['value']}{paper_has}{source}"
-        yield f"      {row['about']}"
 
 
 def _load(name: str, host: str) -> Any:

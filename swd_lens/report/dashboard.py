@@ -83,7 +83,16 @@ def dashboard(
 def _of(units: Any, only: Any) -> tuple[list[str], Iterator[UnitProfile], dict[str, Any]]:
     """Names in the order shown, their profiles in that order, and the settings."""
     if isinstance(units, Audit):
-        names = _ordered(units) if only is None else ["{}/{}".format(*units.place(unit)) for unit in single_units(only)]
+        if only is not None:
+            names = ["{}/{}".format(*units.place(unit)) for unit in single_units(only)]
+        else:  # site by site; within one by the first task that scored it, else by number
+            first = next(iter(units.scores.values()), None)
+            ranking = [] if first is None else first.ranking()
+            ranks = {f"{site}/{unit}": rank for rank, (site, unit) in enumerate(ranking)}
+            placed = [
+                (execution_key(site), ranks.get(name, 0), i, name) for name in units.units for site, i in [parse_unit(name)]
+            ]
+            names = [name for *_, name in sorted(placed)]
         return names, units.profiles(names), dict(units.settings)
     profiles = [units] if isinstance(units, UnitProfile) else list(units)
     if only is not None:
@@ -93,19 +102,6 @@ def _of(units: Any, only: Any) -> tuple[list[str], Iterator[UnitProfile], dict[s
             raise KeyError(f"{legible(missing[0])} is not among the profiles, which are of {legible(', '.join(by_name))}")
         profiles = [by_name[name] for name in wanted]
     return [p.unit for p in profiles], iter(profiles), dict(profiles[0].settings) if profiles else {}
-
-
-def _ordered(audit: Audit) -> list[str]:
-    """Site by site; within one by the first task that scored it, else by number."""
-
-    def key(name: str) -> tuple[tuple[int, tuple[int, int, str]], int, int]:
-        site, index = parse_unit(name)
-        return (execution_key(site), ranks.get(name, 0), index)
-
-    ranks: dict[str, int] = {}
-    for scores in list(audit.scores.values())[:1]:
-        ranks = {f"{site}/{unit}": rank for rank, (site, unit) in enumerate(scores.ranking())}
-    return sorted(audit.units, key=key)
 
 
 # ------------------------------------------------------------------ pages

@@ -7,7 +7,7 @@
 3. `write_report` writes the page whole or not at all.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,17 +20,17 @@ from swd_lens.analysis.audit.drawing import unit_html, unit_style
 from swd_lens.base.errors import visible, visible_lines
 from swd_lens.base.files import write_text
 from swd_lens.base.panels import attention_heads, library
-from swd_lens.circuits.comparison import Comparison, TaskComparison, priced
+from swd_lens.circuits.comparison import TaskComparison, priced
 from swd_lens.circuits.measure import RECOVERED, Threshold
 from swd_lens.circuits.screen import remark_of
 from swd_lens.report import plots, wording
-from swd_lens.report.looks import looks_of
+from swd_lens.report.plots import inline_svg, looks_of, swatch
 from swd_lens.report.recipe import load_code, run_code
 from swd_lens.report.verdict import verdict
 from swd_lens.report.wording import headline, main_replacement, methods_of
 from swd_lens.study import Run
-from swd_lens.study.run_file import Replacement
-from swd_lens.study.section import AttentionView, Cell, ReportSection
+from swd_lens.study.run import Replacement
+from swd_lens.study.section import Cell, ReportSection
 
 NECESSITY = 0.5
 FILTERS = ("count", "fixed", "tiny", "signed", "percent", "duration", "readable")
@@ -103,11 +103,8 @@ def encodable(page: str) -> str:
 # ---------------------------------------------------------------------------------------------- sections
 
 
-def _results(run: Run) -> Iterator[Section]:
-    yield Section("results", "Results", {"verdict": verdict(run), "headline": headline(run), "main": main_replacement(run)})
-
-
 def _what(run: Run) -> Iterator[Section]:
+    """Show which methods were run, and which controls were left out."""
     beside = {"exact": methods_of(run, "control", exact=True), "paper": methods_of(run, "paper")}
     beside |= {"pruned": methods_of(run, "control"), "controls": run.settings.get("controls", [])}
     yield Section("what", "What was done", {**beside, "left_out": run.settings.get("controls left out", [])})
@@ -134,9 +131,9 @@ def _fidelity(run: Run) -> Iterator[Section]:
                     {"r": r, "f": r.fidelity, "errors": (mean, max(of_sites))}
                     for r, mean, of_sites in zip(replacements, means, errors, strict=True)
                 ],
-                "figure": figure and Markup(plots.inline_svg(figure, f"relmse-{i}", title, words)),
+                "figure": figure and Markup(inline_svg(figure, f"relmse-{i}", title, words)),
                 "legend": [
-                    (r.method, Markup(plots.swatch(looks[r.method], f"relmse-{i}-key-{k}", marker=True)))
+                    (r.method, Markup(swatch(looks[r.method], f"relmse-{i}-key-{k}", marker=True)))
                     for k, r in enumerate(replacements)
                     if not exact[k]
                 ],
@@ -174,7 +171,7 @@ def _screen(run: Run) -> Iterator[Section]:
         words = "; ".join(f"without {row['without']} {wording.percent(row['kept'], 0)} is kept" for row in rows)
         figure = run.screen.plot([task]) if len(run.screen.sites) > 1 and screened.margin > 0 else None
         groups.append(
-            {"screened": screened, "rows": rows, "svg": figure and Markup(plots.inline_svg(figure, f"screen-{i}", title, words))}
+            {"screened": screened, "rows": rows, "svg": figure and Markup(inline_svg(figure, f"screen-{i}", title, words))}
         )
     where = {"scoring": "the scoring position", "all": "all positions"}[run.screen.settings["positions"]]
     yield Section("screen", "Screen", {"groups": groups, "where": where})
@@ -182,44 +179,31 @@ def _screen(run: Run) -> Iterator[Section]:
 
 def _circuits(run: Run) -> Iterator[Section]:
     """Show, per surface and intervention, one figure column and one block of table rows per task."""
-    looks = looks_of(run)
-    surfaces = [
-        _circuits_of(f"{surface}: {wording.intervention_words(*intervention)}" if comparison.others else surface, each)
+    looks, surfaces = looks_of(run), []
+    titled = [
+        (f"{surface}: {wording.intervention_words(*intervention)}" if comparison.others else surface, each)
         for surface, comparison in run.comparisons.items()
         for intervention, each in comparison.under_each().items()
     ]
-    for i, surface in enumerate(surfaces):
-        for j, column in enumerate(surface["columns"]):
-            comparison, title = column.pop("comparison"), f"{wording.readable(column['task'])}, {surface['surface']}"
-            column["svgs"] = {
-                cost: Markup(
-                    plots.inline_svg(
-                        plots.circuit_column(comparison.curves, looks, RECOVERED, cost),
-                        f"circuit-{i}-{j}-{cost}",
-                        f"{title}: recovered and drop against {wording.COSTS[cost]}",
-                        _in_words(comparison, cost),
-                    )
-                )
-                for cost in wording.COSTS
-            }
-        surface["legend"] = [
-            (label, Markup(plots.swatch(looks[name], f"circuit-{i}-key-{k}")))
-            for k, (name, label) in enumerate(surface["legend"].items())
+    for i, (title, by_task) in enumerate(titled):
+        columns = []
+        for j, of_task in enumerate(of_task for of_task in by_task.values() if of_task.curves):
+            heading = f"{wording.readable(of_task.task)}, {title}: recovered and drop against"
+            svgs = {}
+            for cost, said in wording.COSTS.items():
+                figure = plots.circuit_column(of_task.curves, looks, RECOVERED, cost)
+                svg = inline_svg(figure, f"circuit-{i}-{j}-{cost}", f"{heading} {said}", _in_words(of_task, cost))
+                svgs[cost] = Markup(svg)
+            columns.append({"task": of_task.task, "rows": _cost_rows(of_task), "curves": of_task.curves, "svgs": svgs})
+        # A method of worse CE or KL than the reference is no fair match, and its label says so.
+        names = dict.fromkeys(name for of_task in by_task.values() for name in of_task.curves)
+        legend = [
+            (by_task.label(name) if name in by_task.methods else name, Markup(swatch(looks[name], f"circuit-{i}-key-{k}")))
+            for k, name in enumerate(names)
         ]
+        surfaces.append({"surface": title, "columns": columns, "legend": legend})
     thresholds = {"recovered": RECOVERED, "necessity": NECESSITY}
     yield Section("circuits", "Circuits", {"surfaces": surfaces, "costs": wording.COSTS, **thresholds})
-
-
-def _circuits_of(title: str, by_task: Comparison) -> dict[str, Any]:
-    """Lay out a comparison as rows; a method of worse CE or KL than the reference is no fair match, and its legend says so."""
-    columns = [
-        {"task": task, "comparison": of_task, "rows": _cost_rows(of_task), "curves": of_task.curves}
-        for task, of_task in by_task.items()
-        if of_task.curves
-    ]
-    names = dict.fromkeys(name for of_task in by_task.values() for name in of_task.curves)
-    legend = {name: by_task.label(name) if name in by_task.methods else name for name in names}
-    return {"surface": title, "columns": columns, "legend": legend}
 
 
 def _cost_rows(comparison: TaskComparison) -> list[dict[str, Any]]:
@@ -269,26 +253,18 @@ def _attention(run: Run) -> Iterator[Section]:
         return
     by_task: dict[str, list[dict[str, Any]]] = {}
     for i, view in enumerate(run.attention):
-        by_task.setdefault(view.task, []).append(_view(view, f"attention-{i}"))
+        title = f"{wording.readable(view.task)}: {view.title}" if view.task else view.title
+        # A page with a hundred canvases opens slowly: a panel counts as drawn until its turn comes (templates/report.js).
+        panel = attention_heads(view.tokens, view.tensor(), names=view.names, title=title, signed=view.signed, later=True)
+        kind = "Values" if view.signed else "Attention patterns"
+        words = f"{kind} of {wording.plural(len(view.names), 'head')} over {len(view.tokens)} tokens. {view.caption}"
+        picture = plots.page_svg(plots.pattern_grid(view), f"attention-{i}", title, words)
+        shown = {"view": view, "title": title, "panel": Markup(panel.html), "picture": Markup(picture)}
+        heads = dict.fromkeys(head for column in view.measures.values() for head in column)
+        rows = [(head, [column.get(head) for column in view.measures.values()]) for head in heads]
+        by_task.setdefault(view.task, []).append({**shown, "columns": list(view.measures), "rows": rows})
     groups = [{"task": task, "views": by_task[task]} for task in sorted(by_task, key=lambda task: not task)]
     yield Section("attention", "Attention", {"groups": groups})
-
-
-def _view(view: AttentionView, prefix: str) -> dict[str, Any]:
-    title = f"{wording.readable(view.task)}: {view.title}" if view.task else view.title
-    # A page with a hundred canvases opens slowly: a panel counts as drawn until its turn comes (templates/report.js).
-    panel = attention_heads(view.tokens, view.tensor(), names=view.names, title=title, signed=view.signed, later=True)
-    kind = "Values" if view.signed else "Attention patterns"
-    words = f"{kind} of {wording.plural(len(view.names), 'head')} over {len(view.tokens)} tokens. {view.caption}"
-    heads = dict.fromkeys(head for column in view.measures.values() for head in column)
-    return {
-        "view": view,
-        "title": title,
-        "panel": Markup(panel.html),
-        "picture": Markup(plots.page_svg(plots.pattern_grid(view), prefix, title, words)),
-        "columns": list(view.measures),
-        "rows": [(head, [column.get(head) for column in view.measures.values()]) for head in heads],
-    }
 
 
 def extra_sections(sections: Sequence[ReportSection]) -> Iterator[Section]:
@@ -328,13 +304,11 @@ def _settings(run: Run) -> Iterator[Section]:
     yield Section("settings", "Settings", values)
 
 
-def _reproduce(run: Run) -> Iterator[Section]:
-    yield Section("reproduce", "Load and reproduce", {"load_code": load_code(run), "run_code": run_code(run)})
-
-
 # Template -> what it shows of a run, once for each section; none where the run has nothing of the kind.
-SECTIONS: Mapping[str, Callable[[Run], Iterator[Section]]] = {
-    "results": _results,
+SECTIONS: Mapping[str, Callable[[Run], Iterable[Section]]] = {
+    "results": lambda run: [
+        Section("results", "Results", {"verdict": verdict(run), "headline": headline(run), "main": main_replacement(run)})
+    ],
     "what": _what,
     "fidelity": _fidelity,
     "tasks": _tasks,
@@ -344,5 +318,7 @@ SECTIONS: Mapping[str, Callable[[Run], Iterator[Section]]] = {
     "attention": _attention,
     "extra": lambda run: extra_sections(run.extras),
     "settings": _settings,
-    "reproduce": _reproduce,
+    "reproduce": lambda run: [
+        Section("reproduce", "Load and reproduce", {"load_code": load_code(run), "run_code": run_code(run)})
+    ],
 }

@@ -1,12 +1,16 @@
 """The report's figures: matplotlib figures, and how one becomes an <svg> element that is a good neighbour in a page.
 
-1. `circuit_column` draws one column of the paper's grid: what circuits of a task recover above its drop, one curve per
+1. `looks_of` says how a run's methods are drawn: a colour for each family, a line style and a marker for each of its members.
+   Methods that differ in sparsity alone are a family: SWD, the paper's SWD, pruned neurons, pruned singular vectors. So are the
+   seeds of one method. Everything else is a family of its own. Families get the colours in their order in the run, with SWD, the
+   paper's SWD and what is pruned before what is exact.
+2. `circuit_column` draws one column of the paper's grid: what circuits of a task recover above its drop, one curve per
    method, against active edges or units. The page puts the columns of a surface side by side, or below each other on a phone.
-2. `relmse_dots` shows which matrices a replacement gets wrong: one row per site, one dot per method.
-3. `pattern_grid` draws attention patterns side by side, for paper and wherever no script runs: a head is a picture of one pixel
+3. `relmse_dots` shows which matrices a replacement gets wrong: one row per site, one dot per method.
+4. `pattern_grid` draws attention patterns side by side, for paper and wherever no script runs: a head is a picture of one pixel
    per (destination, source), enlarged without blur. By hand: matplotlib takes half a second for sixteen small axes, and a report
    has hundreds.
-4. `inline_svg` takes a figure's SVG and makes its ids its own, its fonts the reader's, its size the page's, and gives it
+5. `inline_svg` takes a figure's SVG and makes its ids its own, its fonts the reader's, its size the page's, and gives it
    a title and a description for those who do not see it.
 """
 
@@ -14,8 +18,10 @@ import base64
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,11 +31,11 @@ from matplotlib.image import imsave
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from swd_lens.base.errors import quoted, visible, visible_token
-from swd_lens.base.figures import DIVERGING, INK, SEQUENTIAL, literal, new_figure, svg
+from swd_lens.base.figures import DIVERGING, INK, SEQUENTIAL, family_style, literal, new_figure, svg
 from swd_lens.circuits import CostCurve
 from swd_lens.circuits.plots import SHARES, cost_axis, draw_curves
-from swd_lens.report.looks import Look
-from swd_lens.study.run_file import Replacement
+from swd_lens.study import Run
+from swd_lens.study.run import Replacement
 from swd_lens.study.section import AttentionView
 
 FONT_STACK = "system-ui, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
@@ -39,6 +45,49 @@ _ACROSS = 4
 _SIDE, _GAP, _TITLE = 120.0, 12.0, 14.0
 _LABELS, _LABELLED = 72.0, 24
 _LONGEST = 12
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+@dataclass(frozen=True)
+class Look:
+    """The look of one method.
+
+    Attributes:
+        family: the place of its family in the run, which gives the colour.
+        member: its place in the family.
+    """
+
+    family: int
+    member: int
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Colour and line style."""
+        return family_style(self.family, self.member)
+
+    @property
+    def marker(self) -> str:
+        """The marker of dots: two neighbours in a family, and the first ones of two families, have different ones."""
+        return _MARKERS[(2 * self.family + self.member) % len(_MARKERS)]
+
+
+def looks_of(run: Run) -> dict[str, Look]:
+    """Name of a curve or replacement -> how it is drawn, on every surface alike."""
+    given = set(run.settings.get("factors", ()))
+    families: dict[Hashable, list[str]] = {}
+    for r in run.replacements:
+        if r.exact or r.method in given:
+            family = "method", r.method
+        else:
+            presets = (of_site.get("settings", {}).get("preset") for of_site in r.factors.summary().values())
+            family = r.role, next(presets, None) if r.role == "control" else None
+        families.setdefault(family, []).append(r.method)
+    known = {r.method for r in run.replacements}
+    for comparison in run.comparisons.values():
+        for method, names in comparison.methods.items():
+            families.setdefault(("method", method), []).extend(name for name in names if name not in known)
+    members = [list(dict.fromkeys(names)) for names in families.values() if names]
+    return {name: Look(family, member) for family, names in enumerate(members) for member, name in enumerate(names)}
 
 
 def circuit_column(
@@ -195,15 +244,10 @@ def _page_svg(text: str, prefix: str, attributes: str, inside: str = "") -> str:
     text = re.sub(r"font-family: [^;\"]+", f"font-family: {FONT_STACK}", text)
     # A hundredth of a point is finer than any screen; inside tags only, because labels are numbers too.
     text = re.sub(r"<[^>]*>", lambda m: re.sub(r"(\d\.\d{2})\d+", r"\1", m[0]), text).replace("xlink:href", "href")
-    width, height = _size(text)
+    if (size := re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)) is None:
+        raise ValueError("matplotlib's SVG has no viewBox from 0 0; its size is not known")
+    width, height = size.groups()
     # What matplotlib sets for every element by a style sheet, which in a page would reach every other picture.
     line_ends = "stroke-linejoin: round; stroke-linecap: butt"
     head = f'<svg viewBox="0 0 {width} {height}" width="{width}pt" height="{height}pt" style="{line_ends}" {attributes}>'
     return re.sub(r"\n\s*", "\n", head + inside + text[text.index(">") + 1 :].strip())
-
-
-def _size(text: str) -> tuple[str, str]:
-    found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
-    if found is None:
-        raise ValueError("matplotlib's SVG has no viewBox from 0 0; its size is not known")
-    return found[1], found[2]

@@ -4,7 +4,7 @@ from typing import Any
 
 from swd_lens.report.wording import main_replacement
 from swd_lens.study import Run
-from swd_lens.study.run_file import folders_of
+from swd_lens.study.run import folders_of
 
 DEFAULT_MODEL = "swd-lens-default"
 

@@ -11,12 +11,12 @@ The subject is that of the headline (wording.py), which goes on with the details
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from swd_lens.circuits.comparison import Comparison, priced
+from swd_lens.circuits.comparison import priced
 from swd_lens.circuits.measure import RECOVERED, Threshold
 from swd_lens.circuits.seeds import over_seeds
 from swd_lens.report.wording import FEW, conjunction, fixed, main_replacement, percent, plural, readable, signed, tiny
 from swd_lens.study import Run
-from swd_lens.study.run_file import Replacement
+from swd_lens.study.run import Replacement
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def verdict(run: Run, recovered: float = RECOVERED) -> list[str]:
     if subject is None:
         return []
     tasks = list(dict.fromkeys(task for comparison in run.comparisons.values() for task in comparison))
-    carried = {task: surface for task in tasks if (surface := _carrier(run, task))}
-    contests = [_contest(run.comparisons[surface], surface, task, subject, recovered) for task, surface in carried.items()]
+    contests = [contest for task in tasks if (contest := _contest(run, task, subject, recovered))]
+    carried = {contest.task for contest in contests}
     nothing = [readable(task) for task in tasks if task not in carried]
     sentences = [_cheapest(contests, subject, recovered, len(run.comparisons) > 1), _behaviour(contests, subject)]
     if nothing:
@@ -54,20 +54,20 @@ def verdict(run: Run, recovered: float = RECOVERED) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
-def _carrier(run: Run, task: str) -> str | None:
-    """The surface of whose methods one carries the largest share of the dense model's margin; None where none carries it."""
+def _contest(run: Run, task: str, subject: Replacement, recovered: float) -> _Contest | None:
+    """The methods on the surface of whose methods one carries the largest share of the dense model's margin; None where none
+    carries it."""
     shares = {
         surface: max((c.carried.logits / c.q_dense for c in comparison[task].curves.values() if c.carries), default=None)
         for surface, comparison in run.comparisons.items()
         if task in comparison
     }
     known = {surface: share for surface, share in shares.items() if share is not None}
-    return max(known, key=lambda surface: known[surface], default=None)
-
-
-def _contest(comparison: Comparison, surface: str, task: str, subject: Replacement, recovered: float) -> _Contest:
-    threshold, curves = Threshold("recovered", recovered), comparison[task].curves
-    beside = replace(comparison, reference=subject.method)
+    if not known:
+        return None
+    surface = max(known, key=lambda surface: known[surface])
+    comparison, threshold = run.comparisons[surface], Threshold("recovered", recovered)
+    curves, beside = comparison[task].curves, replace(comparison, reference=subject.method)
     edges: dict[str, float] = {}
     worse: dict[str, float] = {}
     for method, names in comparison.methods.items():

@@ -20,7 +20,7 @@ import pandas as pd
 from swd_lens.circuits.comparison import priced
 from swd_lens.circuits.measure import RECOVERED, Threshold, part_of
 from swd_lens.study import Run
-from swd_lens.study.run_file import Replacement
+from swd_lens.study.run import Replacement
 
 UNDEFINED = "–"
 MINUS = "\u2212"
@@ -287,11 +287,7 @@ def _contest(contested: Sequence[tuple[Cost, float]], method: str, control: str,
         caveats.append(f"in {whole}, {method} takes every unit it has")
     if unlike := sum((c.surface, control) in apart for c, _ in contested):
         caveats.append(f"in {unlike}, the control's cross-entropy or KL is worse: no fair match")
-    return f"{_ratio(statistics.median(ratios))} {control} ({'; '.join(caveats)})"
-
-
-def _ratio(ratio: float) -> str:
-    times = f"{max(ratio, 1 / ratio):.1f}"
-    if times == "1.0":
-        return "about as many active edges as"
-    return f"{times} times {'fewer' if ratio > 1 else 'more'} active edges than"
+    median = statistics.median(ratios)
+    times = f"{max(median, 1 / median):.1f}"
+    more = f"{times} times {'fewer' if median > 1 else 'more'} active edges than"
+    return f"{'about as many active edges as' if times == '1.0' else more} {control} ({'; '.join(caveats)})"

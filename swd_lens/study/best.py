@@ -26,6 +26,7 @@ import pandas as pd
 
 from swd_lens.base import __version__
 from swd_lens.base.errors import legible, quoted
+from swd_lens.base.fingerprints import splits_fingerprint
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.progress import duration, tqdm
 from swd_lens.base.record import SavedRecord
@@ -46,7 +47,6 @@ from swd_lens.factorization.factorize import factorize
 from swd_lens.factorization.goal import FROM_NEURONS, STEPS, SWD, divided, next_sparsity, paths_of
 from swd_lens.hosts import find_sites
 from swd_lens.solver import DEFAULT_PRESET
-from swd_lens.study.resume import task_fingerprint
 from swd_lens.tasks.split import TaskSplit
 from swd_lens.tasks.streams import TokenStream, split_rows
 from swd_lens.tasks.task import Task
@@ -270,21 +270,9 @@ def _saved(folder: Path, minutes: float) -> BestCircuit | None:
 
 def _asked(model: Any, task: Task, text: CalibrationText, heldout: TokenStream, how: Mapping[str, Any]) -> dict[str, Any]:
     """Everything but the minutes that decides a search."""
-    asked = {"swd_lens": __version__, "host_sha256": host_fingerprint(model, model.cfg), "task": task_fingerprint(task)}
+    asked = {"swd_lens": __version__, "host_sha256": host_fingerprint(model, model.cfg), "task": splits_fingerprint(task.splits)}
     asked |= {"tokens_sha256": text.fingerprint(), "heldout_sha256": heldout.fingerprint(), **how}
     return asked if isinstance(how["sites"], str) else asked | {"sites": [s.name for s in find_sites(model, how["sites"])]}
-
-
-def _needed(model: Any, task: Task, progress: bool) -> list[str]:
-    """Find the output that the task needs most, by a screen of the dense host."""
-    screened = screen(model, task, sites=list(OUTPUTS), surfaces={}, n_prompts=FEWEST, progress=progress)
-    chosen = next(iter(screened.choose().values()), None)
-    if chosen is None:
-        raise ValueError(
-            f"the model does not do {legible(task.name)}: its mean margin on aligned prompts is "
-            f"{screened.tasks[task.name].margin:.2f}; name sites (--sites) to draw a graph all the same"
-        )
-    return chosen
 
 
 @dataclass
@@ -338,12 +326,19 @@ class _Search:
         return values
 
     def where(self, sites: Any, progress: bool) -> list[str]:
-        """Names of the sites that were named, or of the output that the task needs most."""
+        """Names of the sites that were named, or of the output that the task needs most, by a screen of the dense host."""
 
         def names() -> dict[str, Any]:
-            auto = isinstance(sites, str) and sites == "auto"
-            found = _needed(self.model, self.task, progress) if auto else [s.name for s in find_sites(self.model, sites)]
-            return {"sites": found}
+            if not (isinstance(sites, str) and sites == "auto"):
+                return {"sites": [s.name for s in find_sites(self.model, sites)]}
+            how: dict[str, Any] = {"sites": list(OUTPUTS), "surfaces": {}, "n_prompts": FEWEST, "progress": progress}
+            screened = screen(self.model, self.task, **how)
+            if not (chosen := list(screened.choose().values())):
+                raise ValueError(
+                    f"the model does not do {legible(self.task.name)}: its mean margin on aligned prompts is "
+                    f"{screened.tasks[self.task.name].margin:.2f}; name sites (--sites) to draw a graph all the same"
+                )
+            return {"sites": chosen[0]}
 
         return list(self._step(("sites",), names)["sites"])
 

@@ -167,17 +167,14 @@ def _place(network: nn.Module, host: Host, site: Site) -> _Place:
     wanted = host.weight(site).cpu()
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and f".{site.layer}." in f"{name}.":
-            outputs = _outputs(_by_output(module).float(), wanted.T)
+            held = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().T
+            outputs = _outputs(held.float(), wanted.T)
             if outputs is not None:
                 return _Place(name, outputs)
     raise UnsupportedHostError(
         f"{site.name} is no matrix of the checkpoint: the host's weights were folded, centred or edited, or are of "
         "another checkpoint. Load it with swd_lens.load_host, or give source="
     )
-
-
-def _by_output(module: Any) -> Float[Tensor, "output input"]:
-    return module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().T
 
 
 def _outputs(held: Float[Tensor, "_held _in"], wanted: Float[Tensor, "output _input"]) -> Int[Tensor, " output"] | None:

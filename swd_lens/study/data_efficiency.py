@@ -244,7 +244,17 @@ def _units_series(name: str, given: Any, surface: Surface, whose: str) -> Series
         counts = [n for n in given.checkpoints if n in asked]
         return lambda: (Candidate(n, CHECKPOINT, about, identity, lambda n=n: given.at(n)) for n in counts)
     if isinstance(given, tuple) and len(given) == 2:
-        return _single(name, *given, surface)
+        # Units as they are.
+        source, tokens = given
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+            raise ValueError(
+                f"{quoted(name)} says tokens={quoted(tokens)}: give the number of tokens that its units took, 1 or more"
+            )
+        units = UnitSet.of(surface.model, source)
+        if set(units) not in ({surface.site.name}, {matrix.name for matrix in surface.matrices}):
+            raise ValueError(f"{quoted(name)} replaces {', '.join(units)}, not {surface.site.name}")
+        about = {"method": type(source).__name__, "units": {site: str(of_site) for site, of_site in units.items()}}
+        return lambda: iter([Candidate(tokens, SINGLE, about, None, lambda: units)])
     if isinstance(given, Factors | Mapping | nn.Module) or has_pair(given):
         raise TypeError(
             f"{whose} a {type(given).__name__}, which does not say how many tokens it took; give both: (units, 60_000_000)"
@@ -253,17 +263,6 @@ def _units_series(name: str, given: Any, surface: Surface, whose: str) -> Series
         f"{whose} a {type(given).__name__}; give LearnedUnits (swd.baselines.transcoder(...)), their folder, a function "
         'that trains them, (units, tokens), or options for SWD, {"sparsity": 0.5}'
     )
-
-
-def _single(name: str, given: Any, tokens: Any, surface: Surface) -> Series:
-    """Units as they are."""
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-        raise ValueError(f"{quoted(name)} says tokens={quoted(tokens)}: give the number of tokens that its units took, 1 or more")
-    units = UnitSet.of(surface.model, given)
-    if set(units) not in ({surface.site.name}, {matrix.name for matrix in surface.matrices}):
-        raise ValueError(f"{quoted(name)} replaces {', '.join(units)}, not {surface.site.name}")
-    about = {"method": type(given).__name__, "units": {site: str(of_site) for site, of_site in units.items()}}
-    return lambda: iter([Candidate(tokens, SINGLE, about, None, lambda: units)])
 
 
 def _fits(name: str, options: Mapping[str, Any], surface: Surface, tokens: Any, counts: list[int]) -> Series:

@@ -285,21 +285,18 @@ def _gumbel(seed: int, prompt: int, step: int, vocab: int) -> Float[Tensor, " vo
 
 def _sample(model: Any, row: tuple[int, ...], written: Mapping[str, tuple[int, ...]], most: int) -> Sample:
     """Decode one prompt's continuations, and compare them with the dense host's."""
-    ends, dense = stop_tokens(model), written[DENSE]
+    ends, dense, decodes = stop_tokens(model), written[DENSE], model.tokenizer is not None
+    prompt = model.tokenizer.decode(list(row)) if decodes else ""
     by_host = {}
     for label, tokens in written.items():
         ended = tokens[-1:] != () and tokens[-1] in ends
         stop = "eos" if ended else "length" if len(tokens) == most else "context"
         departs = next((i for i, (a, b) in enumerate(zip(tokens, dense, strict=False)) if a != b), None)
         stopped_by = visible(model.tokenizer.decode([tokens[-1]])) if ended else None
-        text = _text(model, row, tokens[:-1] if ended else tokens)
+        new, text = tokens[:-1] if ended else tokens, None
+        if decodes:
+            # Decoded together with the prompt: some tokenizers drop the space before a text's first word.
+            whole = model.tokenizer.decode([*row, *new])
+            text = whole[len(prompt) :] if whole.startswith(prompt) else model.tokenizer.decode(list(new))
         by_host[label] = Continuation(tokens, text, stop, departs, stopped_by)
-    return Sample(None if model.tokenizer is None else model.tokenizer.decode(list(row)), row, by_host)
-
-
-def _text(model: Any, row: tuple[int, ...], tokens: tuple[int, ...]) -> str | None:
-    """Decode what follows a prompt's text, together with it: some tokenizers drop the space before a text's first word."""
-    if model.tokenizer is None:
-        return None
-    prompt, whole = (model.tokenizer.decode(list(ids)) for ids in (row, row + tokens))
-    return whole[len(prompt) :] if whole.startswith(prompt) else model.tokenizer.decode(list(tokens))
+    return Sample(prompt if decodes else None, row, by_host)

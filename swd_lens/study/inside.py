@@ -87,11 +87,14 @@ def _pair_section(screen: QKScreen, scan: QKScan, replay: QKReplay, telling: boo
     if not telling:
         outcome += " No pair met the bars for a map that tells what its removal does; this is the strongest of all."
     tokens = [visible_token(token) for token in replay.tokens]
+    strongest, heads = screen.strongest, screen.strongest.shape[1]
+    entries = torch.nan_to_num(strongest, nan=-1.0).flatten().topk(min(3, strongest.numel())).indices.tolist()
+    largest = [f"layer {i // heads} head {i % heads} {float(strongest[i // heads, i % heads]):.3g}" for i in entries]
     pictures = (
         Picture.of(
             screen.plot(),
             "Static query-key coefficients by layer and head",
-            "Largest absolute coefficient among the 16 by 16 strongest pairs of each head: " + _largest(screen),
+            f"Largest absolute coefficient among the 16 by 16 strongest pairs of each head: {', '.join(largest)}",
             "Static screen, from the weights alone.",
         ),
         Picture.of(
@@ -117,13 +120,6 @@ def _pair_section(screen: QKScreen, scan: QKScan, replay: QKReplay, telling: boo
         outcome,
     )
     return ReportSection("Query-key pairs: what does a head compare?", intro, pictures, (table,), "Query-key pairs")
-
-
-def _largest(screen: QKScreen) -> str:
-    strongest = screen.strongest
-    entries = torch.nan_to_num(strongest, nan=-1.0).flatten().topk(min(3, strongest.numel())).indices.tolist()
-    heads = strongest.shape[1]
-    return ", ".join(f"layer {i // heads} head {i % heads} {float(strongest[i // heads, i % heads]):.3g}" for i in entries)
 
 
 # ---------------------------------------------------------------------------------------------- graph and paths

@@ -10,7 +10,7 @@ The result is a `Run` (run.py).
 
 Nothing is run twice: Grams that do not depend on factors are collected once for all surfaces and sparsities, the dense host
 runs once over the held-out text for all replacements of a surface. With out= every finished part is kept in the folder
-(resume.py says what decides them), and the same call goes on from there.
+(`open_folder` says what decides them), and the same call goes on from there.
 """
 
 import hashlib
@@ -30,12 +30,13 @@ import torch
 
 from swd_lens.base import __version__
 from swd_lens.base.checks import bounded
-from swd_lens.base.errors import BudgetError, GoalError, TokenError, encodable, legible
+from swd_lens.base.errors import BudgetError, GoalError, ResumeError, TokenError, encodable, legible
 from swd_lens.base.files import plain
+from swd_lens.base.fingerprints import splits_fingerprint
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.progress import Steps
 from swd_lens.base.record import checked
-from swd_lens.base.step_cache import StepCache
+from swd_lens.base.step_cache import CALL, FOLDER, HOW_TO_RESUME, StepCache
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.base.writer import writing
 from swd_lens.circuits import Comparison
@@ -43,6 +44,7 @@ from swd_lens.circuits.compare import comparison_of, several, sources_of
 from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.protocol import Protocol
 from swd_lens.factorization.calibration_text import CalibrationText, shared_sites
+from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.factorize import factorize
 from swd_lens.factorization.goal import Goal, divided
 from swd_lens.factorization.stages import stages_of
@@ -64,9 +66,7 @@ from swd_lens.study.controls import (
     solved_controls,
     swd_methods,
 )
-from swd_lens.study.resume import growing_parts, require_own, settings_of_parts, start_again
-from swd_lens.study.run import Run
-from swd_lens.study.run_file import Replacement, folders_named
+from swd_lens.study.run import NAME, Replacement, Run, folders_named
 from swd_lens.study.section import AttentionView
 from swd_lens.study.views import TaskUnit, attention_views, unit_cards
 from swd_lens.tasks.streams import as_stream
@@ -75,6 +75,7 @@ from swd_lens.train import baselines
 from swd_lens.train.baselines import exact
 from swd_lens.units import UnitSet, matrices_of, weight_fingerprint
 from swd_lens.units.factors import FactorSet
+from swd_lens.units.index import remove_set, writing_factors
 from swd_lens.units.match import check_units
 
 
@@ -283,7 +284,7 @@ def study_steps(n_surfaces: int, n_sparsities: int, controls: Sequence[str], *, 
 
 @dataclass
 class _Study:
-    """What one call works on, and its steps.
+    """The subject of one call, and its steps.
 
     Attributes:
         solved_on: the host whose matrices are factorized.
@@ -359,22 +360,45 @@ class _Study:
                 fitted.expect(shared_sites(stages_of(find_sites(self.solved_on, names), kind), kind))
 
     def open_folder(self, calibration_model: Any, solver: Mapping[str, Any], units: Mapping[str, Any], overwrite: bool) -> None:
-        """Open the cache of finished parts in the folder, if there is one.
+        """Open the cache of finished parts in the folder, if there is one. Everything that decides every part has to be as it was
+        (hosts and texts by their hashes, settings by their values); surfaces, tasks, units that came from elsewhere and methods
+        may be added to a study that is there, each with what decides it.
+
+        Args:
+            units: argument -> label -> units that came from elsewhere.
 
         Raises:
-            ResumeError: the folder holds those of another study.
+            ResumeError: the folder holds those of another study, or a run without its parts.
         """
         if self.folder is None:
             return
-        if overwrite:
-            start_again(self.folder, self.places.values())
-        require_own(self.folder)
-        settings = settings_of_parts(self.model, calibration_model, self.text, self.heldout, solver)
+        call, run = self.folder / FOLDER / CALL, self.folder / NAME
+        if overwrite:  # first what names the others
+            call.unlink(missing_ok=True)
+            run.unlink(missing_ok=True)
+            for place in (self.folder / name for name in self.places.values()):
+                if place.is_dir():
+                    with writing_factors(place, "run_study"):
+                        remove_set(place)
+        if run.exists() and not call.exists():  # nobody can go on with that, or knows how it was made
+            changed = f"{NAME} of a run without its parts"
+            raise ResumeError(f"{self.folder} holds what another call has finished: {changed}. {HOW_TO_RESUME}")
+        hosts = {"the host": self.model, "the calibration host": calibration_model}
+        decides = {"swd_lens": __version__, **standing_hooks(self.model)}
+        decides |= {name: host_fingerprint(host, host.cfg) for name, host in hosts.items() if host is not None}
+        decides |= {"calibration tokens": None if self.text is None else self.text.fingerprint()}
+        decides |= {"held-out tokens": as_stream(self.heldout, self.model).fingerprint(), "solver": dict(solver)}
         seeds = [f"random_b {seed}" for seed in range(self.random_b_seeds)] if "random_b" in self.controls else []
         ours = {method: True for of_surface in self.solved.values() for method, how in of_surface.items() if not how.control}
         named = {"sparsities": ours, "controls": [*(c for c in self.controls if c != "random_b"), *seeds]}
         named |= {"positions": self.interventions["positions"], "ablation": self.interventions["ablations"]}
-        self.parts = StepCache(self.folder, settings, growing_parts(self.model, self.surfaces, self.tasks, units, named))
+        growing: dict[str, dict[str, Any]] = {"surfaces": dict(self.surfaces)}
+        growing["tasks"] = {task.name: splits_fingerprint(task.splits) for task in self.tasks}
+        for what, given in units.items():
+            made_of = {label: sorted(UnitSet.of(self.model, each).identities.items()) for label, each in given.items()}
+            growing[what] = {label: hashlib.sha256(repr(each).encode()).hexdigest() for label, each in made_of.items()}
+        growing |= {what: {str(name): True for name in names} for what, names in named.items()}
+        self.parts = StepCache(self.folder, decides, growing)
 
     def solve(self, surface: str) -> dict[str, tuple[FactorSet, float]]:
         """Make what the solver makes: method -> factors and the seconds that they took; behind them finished factors."""

@@ -33,6 +33,7 @@ from torch import Tensor
 from swd_lens.base import __version__
 from swd_lens.base.checks import bounded, one_of
 from swd_lens.base.errors import TaskError, TokenError, quoted
+from swd_lens.base.fingerprints import splits_fingerprint
 from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.progress import tqdm
 from swd_lens.base.step_cache import StepCache
@@ -53,7 +54,6 @@ from swd_lens.hosts.recording import record, standing_hooks
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.solver.spec import PRESETS, AnnealSpec
-from swd_lens.study.resume import task_fingerprint
 from swd_lens.study.stability_card import MEASURES, OF_NULLS, Stability
 from swd_lens.study.variations import AXES, Base, Variation, planned
 from swd_lens.tasks.split import TaskSplit
@@ -131,8 +131,8 @@ def stability(
     other = {name: as_rows(rows, model) for name, rows in (corpora or {}).items()}
     options = {"sparsity": sparsity, "preset": preset, **solver}
     question = {"swd_lens": __version__, "the host": host_fingerprint(model, model.cfg), "site": matrix.name}
-    question |= {"the task": task_fingerprint(task), "tokens": tokens_fingerprint(pool), "recovered": recovered, "seed": seed}
-    question |= standing_hooks(model)
+    question |= {"the task": splits_fingerprint(task.splits), "tokens": tokens_fingerprint(pool), "recovered": recovered}
+    question |= {"seed": seed, **standing_hooks(model)}
     # Further texts may be added to a call that is there.
     growing = {"corpora": {name: tokens_fingerprint(rows) for name, rows in other.items()}}
     folder = None if out is None else Path(out)
@@ -321,7 +321,13 @@ class _Measured:
         sets = {"claimed": claimed, **{f"random {i}": units for i, units in enumerate(random)}}
         circuits = {name: Circuit.of(made, scores, [(site, unit) for unit in units]) for name, units in sets.items()}
         rows = evaluate_circuits(self.model, made, self.task.test, circuits, dense=self.dense).set_index("circuit")
-        drop, repaired = self._drops(made, circuits["claimed"])
+        # Margin that ablating the circuit takes off, in logits: of the task, and the mean of |it| over re-paired ones.
+        host = host_of(self.model)
+        with attach(self.model, made):
+            full = _logits(host, self.task.test)
+            with self.model.hooks(fwd_hooks=circuits["claimed"].hooks("ablate")):
+                without = _logits(host, self.task.test)
+        drop, repaired = re_paired(full - without, self.task.test, self.base.seed)
         return {
             **self._compared(f, own, match),
             "recovered": float(rows.loc["claimed", "recovered"]),
@@ -334,24 +340,21 @@ class _Measured:
         """Units and circuit of a run beside the base's; nothing here runs the host."""
         inside = set(own)
         recurs = [int(match.partner[u]) in inside and float(match.similarity[u]) >= ALIKE for u in self.claimed]
+        # Cosine, over test prompts, of what the base's circuit and a run's write (the sum of z_i B_i, less its mean).
+        ours, its = (
+            self._inputs @ of.read[:, units].cpu().double() @ of.write[units].cpu().double()
+            for of, units in ((self.factors, self.claimed), (f, own))
+        )
+        norm = float(ours.norm() * its.norm())
         return {
             "similarity": float(match.similarity.mean()),
             "similarity of claimed": float(match.similarity[self.claimed].mean()),
             "similarity by number": float(match.by_number.mean()),
-            "contribution": self._contribution(f, own),
+            "contribution": float((ours * its).sum()) / norm if norm > 0 else 0.0,
             "edges shared": edge_jaccard(self.factors, self.claimed, f, own, match),
             "claims recurring": sum(recurs) / len(recurs),
             "edges": float(f.edges_per_unit[own].sum()) if own else 0.0,
         }
-
-    def _contribution(self, f: Factors, own: list[int]) -> float:
-        """Cosine, over test prompts, of what the base's circuit and a run's write (the sum of z_i B_i, less its mean)."""
-        written = [
-            self._inputs @ of.read[:, units].cpu().double() @ of.write[units].cpu().double()
-            for of, units in ((self.factors, self.claimed), (f, own))
-        ]
-        norm = float(written[0].norm() * written[1].norm())
-        return float((written[0] * written[1]).sum()) / norm if norm > 0 else 0.0
 
     @cached_property
     def _inputs(self) -> Float[Tensor, "prompt d_in"]:
@@ -362,20 +365,11 @@ class _Measured:
             inputs[bucket.index] = seen.inputs[self.site.name]
         return inputs - inputs.mean(0)
 
-    def _drops(self, made: FactorSet, circuit: Circuit) -> tuple[float, float]:
-        """Margin that ablating a circuit takes off, in logits: of the task, and the mean of |it| over re-paired ones."""
-        host = host_of(self.model)
-        with attach(self.model, made):
-            full = _logits(host, self.task.test)
-            with self.model.hooks(fwd_hooks=circuit.hooks("ablate")):
-                without = _logits(host, self.task.test)
-        return re_paired(full - without, self.task.test, self.base.seed)
-
 
 _NOT_OF_THE_SOLVER = ("calibration", "batch_size", "gram_dtype", "weigh_outputs", "device", "workers", "threads")
 
 
-def re_paired(lost: Float[Tensor, "prompt answer"], split: TaskSplit, seed: int, deals: int = _DEALS) -> tuple[float, float]:
+def re_paired(lost: Float[Tensor, "prompt answer"], split: TaskSplit, seed: int) -> tuple[float, float]:
     """Mean margin that is lost, and the mean over deals of |the mean margin lost| when answers are dealt to other prompts.
 
     A deal gives each prompt the answers and distractors of another one; prompts, answers and their frequencies stay.
@@ -389,7 +383,7 @@ def re_paired(lost: Float[Tensor, "prompt answer"], split: TaskSplit, seed: int,
         weights[bucket.index] = (bucket.answers - bucket.distractors).double()
     generator = torch.Generator().manual_seed(seed)
     n, dealt = len(split), []
-    for _ in range(deals):
+    for _ in range(_DEALS):
         order = torch.randperm(n, generator=generator)
         dealt.append(abs(float((lost[order] * weights[order.roll(1)]).sum(1).mean())))  # nobody keeps their own
     return float((lost * weights).sum(1).mean()), sum(dealt) / len(dealt)

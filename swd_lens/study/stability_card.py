@@ -197,7 +197,8 @@ class Stability(SavedRecord):
         failed = [each for each in CRITERIA if not each.met(values[each.name])]
         if not failed:
             return f"Stable ({where}): all {len(CRITERIA)} criteria are met."
-        said = "; ".join(f"{each.name} {_said(values[each.name])} ({each.bound} is asked)" for each in failed)
+        words = {name: f"{value:.2f}".replace("nan", "unknown") for name, value in values.items()}
+        said = "; ".join(f"{each.name} {words[each.name]} ({each.bound} is asked)" for each in failed)
         least = self.by_axis().query("axis != 'null'").sort_values("edges shared").iloc[0]
         return (
             f"Not stable ({where}): {said}; circuits share fewest edges along {least['axis']} ({AXES[least['axis']]}): "
@@ -253,7 +254,3 @@ class Stability(SavedRecord):
 
     def parts(self) -> tuple[Any, ...]:
         return (self.table(), self.figure(), self.by_axis(), *self.notes())
-
-
-def _said(value: float) -> str:
-    return "unknown" if math.isnan(value) else f"{value:.2f}"

@@ -114,17 +114,15 @@ class Sweep(Record):
 
         Hollow markers: CE is not matched, so that circuits are not comparable with those of filled ones.
         """
-
-        def circuit_cost(point: SweepPoint, task: str) -> int | None:
-            return priced(point.curves[task], Threshold("recovered", recovered), cost)
-
+        threshold = Threshold("recovered", recovered)
         panels: list[tuple[str, str, Callable[[SweepPoint], float | int | None]]] = [
             ("weights", "relative Frobenius norm", lambda point: point.relative_frobenius),
             ("behaviour", "CE delta (nats)", lambda point: point.fidelity.ce_delta),
         ]
         for task in self.points[0].curves:
             least = f"{cost} at recovered {recovered:g}"
-            panels.append((literal(task.replace("_", " ")), least, partial(circuit_cost, task=task)))
+            title = literal(task.replace("_", " "))
+            panels.append((title, least, lambda point, task=task: priced(point.curves[task], threshold, cost)))
         figure, axes = new_figure(1, len(panels), width=2.7, height=2.7)
         for ax, (title, label, value) in zip(axes[0], panels, strict=True):
             for index, calibration in enumerate(dict.fromkeys(point.calibration for point in self.points)):

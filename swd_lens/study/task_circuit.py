@@ -9,8 +9,7 @@
 The prompts are those that the model does well (`well_done`); the one that a reader sees is in the middle of them (`example_of`).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,16 +34,6 @@ _LOOKS = ("attn_q", "attn_k")
 _LEAST = 2  # units of a site: a graph without any does not show the site
 
 
-@dataclass(frozen=True)
-class NeededSites:
-    """The sites of a host that a task needs."""
-
-    sites: tuple[str, ...]  # to be factorized, in execution order
-    # the attention and MLP outputs among them, the most needed first, and the share of the margin each costs (below 0: it works
-    # against the task)
-    outputs: Mapping[str, float]
-
-
 def screened_outputs(model: Any, task: Task, aligned: Aligned, *, progress: bool = False) -> Screen:
     """The screen of all attention and MLP outputs on aligned prompts, which run as one batch."""
     return screen(
@@ -58,9 +47,10 @@ def screened_outputs(model: Any, task: Task, aligned: Aligned, *, progress: bool
     )
 
 
-def needed_sites(model: Any, screened: Screen) -> NeededSites:
-    """The sites that a graph of a task should have. Raises ValueError: the host does not do the task on these prompts: its
-    mean margin is not positive."""
+def needed_sites(model: Any, screened: Screen) -> tuple[list[str], dict[str, float]]:
+    """The sites that a graph of a task should have, in execution order; and the attention and MLP outputs among them, the most
+    needed first, with the share of the margin that each costs (below 0: it works against the task). Raises ValueError: the host
+    does not do the task on these prompts: its mean margin is not positive."""
     (task,) = screened.tasks.values()
     if task.margin <= 0:
         raise ValueError(
@@ -74,8 +64,8 @@ def needed_sites(model: Any, screened: Screen) -> NeededSites:
     outputs = [site for site in enough if site in of_kind[split_name(site)[1]]] or best[:1]
     layers = [split_name(site)[0] for site in outputs if split_name(site)[1] == "attn_o"]
     inputs = [f"blocks.{layer}.{part}" for layer in layers for part in (*_LOOKS, "attn_v")]
-    sites = tuple(site.name for site in find_sites(model, [*outputs, *inputs]))
-    return NeededSites(sites, {site: task.dropped(site) / task.margin for site in outputs})
+    sites = [site.name for site in find_sites(model, [*outputs, *inputs])]
+    return sites, {site: task.dropped(site) / task.margin for site in outputs}
 
 
 def scored_units(model: Any, factors: Any, aligned: Aligned, *, progress: bool = False) -> UnitScores:

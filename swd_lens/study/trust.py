@@ -24,7 +24,6 @@ from swd_lens.base.checks import one_of
 from swd_lens.base.progress import tqdm
 from swd_lens.circuits.attack import attack
 from swd_lens.circuits.circuit import Circuit
-from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.disagreement import QUANTILES, disagreement
 from swd_lens.circuits.null import circuit_null
@@ -133,14 +132,28 @@ def look_at_trust(
         one_of("vary", vary, run.comparisons)
         if calibration_tokens is None:
             raise ValueError("vary needs calibration_tokens: the text on which the units are factorized again")
-    # 1. Every surface's and task's cheapest circuit of SWD.
-    by_name, rows = {task.name: task for task in tasks}, []
+    # 1. Every surface's and task's cheapest circuit of SWD; a row without numbers where there is none.
+    by_name, dense = {task.name: task for task in tasks}, DenseCache()
+    rows: list[dict[str, Any]] = []
     cells = [(surface, name) for surface, comparison in run.comparisons.items() for name in comparison]
-    dense = DenseCache()
     for surface, name in tqdm(cells, desc="trust", unit="circuit", disable=not progress, leave=False):
-        rows.append(_row_of(model, run, surface, by_name[name], n, dense))
-    # 2. The tail of each surface's sparsest replacement, beside noise.
-    tails = [_tail_of(model, run, surface, text, n, dense) for surface in run.comparisons]
+        rows.append({"surface": surface, "task": name})
+        curves = run.comparisons[surface][name].curves
+        ours = {r.method: r.factors for r in run.replacements if r.surface == surface and not r.control and r.method in curves}
+        costs = {method: curves[method].cost_at() for method in ours if curves[method].carries}
+        priced = {method: cost for method, cost in costs.items() if cost is not None}
+        if priced:
+            method = min(priced, key=lambda each: priced[each])
+            circuit, factors = curves[method].circuit_at(), ours[method]
+            rows[-1] |= {"method": method, "units": circuit.n_units, "edges": circuit.n_edges, "factors": factors}
+            rows[-1] |= trusted(model, factors, by_name[name], circuit, n=n, dense=dense)
+    # 2. The tail of each surface's sparsest replacement: quantiles of KL, beside that of noise, and its p.
+    tails = []
+    for surface in run.comparisons:
+        replacement = run.sparsest(surface)
+        found = disagreement(model, replacement.factors, text, n=n, dense=dense)
+        noise = float(found.table().set_index(["slice", "of"]).loc[("all", "p99.9"), "noise mean"])
+        tails.append((surface, replacement.method, *(found.value(of) for of in QUANTILES), noise, found.p()))
     # 3. One matrix varied.
     card = None
     smallest = min((row for row in rows if row["surface"] == vary and "edges" in row), key=lambda row: row["edges"], default=None)
@@ -149,30 +162,6 @@ def look_at_trust(
         how = {"sparsity": factors.settings["sparsity"], "n": runs, "nulls": nulls, "out": out, "progress": progress}
         card = stability(model, smallest["surface"], by_name[smallest["task"]], tokens=calibration_tokens, **how)
     return _section(rows, tails, card, n)
-
-
-def _row_of(model: Any, run: Run, surface: str, task: Task, n: int, dense: DenseCache) -> dict[str, Any]:
-    """The row of a surface and a task; without numbers where there is no circuit."""
-    ours = {r.method: r for r in run.replacements if r.surface == surface and not r.control}
-    curves: Mapping[str, CostCurve] = run.comparisons[surface][task.name].curves
-    costs = {method: curves[method].cost_at() for method in ours if method in curves and curves[method].carries}
-    row: dict[str, Any] = {"surface": surface, "task": task.name}
-    priced = {method: cost for method, cost in costs.items() if cost is not None}
-    if not priced:
-        return row
-    method = min(priced, key=lambda each: priced[each])
-    circuit = curves[method].circuit_at()
-    row |= {"method": method, "units": circuit.n_units, "edges": circuit.n_edges, "factors": ours[method].factors}
-    return row | trusted(model, ours[method].factors, task, circuit, n=n, dense=dense)
-
-
-def _tail_of(model: Any, run: Run, surface: str, text: Tensor, n: int, dense: DenseCache) -> tuple[Any, ...]:
-    """The tail of a surface's sparsest replacement: quantiles of KL, that of noise, and its p."""
-    replacement = run.sparsest(surface)
-    found = disagreement(model, replacement.factors, text, n=n, dense=dense)
-    noise = float(found.table().set_index(["slice", "of"]).loc[("all", "p99.9"), "noise mean"])
-    values = (*(found.value(of) for of in QUANTILES), noise, found.p())
-    return (surface, replacement.method, *values)
 
 
 def _section(

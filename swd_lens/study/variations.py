@@ -41,6 +41,7 @@ WIDTHS = (0.9, 1.1, 0.8, 1.25)  # times the base's units
 AMOUNTS = (0.5, 0.75, 0.25)  # of the base's text
 OTHER_PRESETS = ("quick", "thorough", "best", "deep")
 _LEAST_TEMPLATES = 2
+_TRIES = 64  # draws in a row
 
 
 @dataclass(frozen=True)
@@ -157,43 +158,33 @@ def planned(base: Base, axes: Sequence[str], n: int) -> tuple[list[Variation], d
 
 
 def _values(base: Base, axis: str) -> Iterator[float | int | str]:
-    """The values of an axis, one after the other."""
+    """The values of an axis, one after the other: none twice, nor the base's own; it ends where so many draws in a row give
+    none that is new (few units)."""
     s, generator = float(base.options["sparsity"]), base.generator(axis, 0)
     named = {"preset": _other_presets(base), "corpus": list(base.corpora)}
     if axis in named:
-        return iter(named[axis])
+        yield from named[axis]
+        return
     between: dict[str, tuple[tuple[float, ...], Callable[[float], float | int]]] = {
         "sparsity": (SPARSITIES, lambda step: round(min(max(s + step, s / 2), (1 + s) / 2), 4)),
         "units": (WIDTHS, lambda share: max(1, round(share * base.n_units))),
         "tokens": (AMOUNTS, lambda share: round(share, 4)),
     }
     if axis not in between:
-        return itertools.count(1)
+        yield from itertools.count(1)
+        return
     firsts, value = between[axis]
-    own = {"sparsity": s, "units": base.n_units}.get(axis)
-    return _different(itertools.chain(firsts, _drawn(min(firsts), max(firsts), generator)), value, own)
-
-
-def _drawn(low: float, high: float, generator: torch.Generator) -> Iterator[float]:
-    while True:
-        yield low + (high - low) * float(torch.rand((), generator=generator, dtype=torch.float64))
-
-
-def _different(
-    given: Iterator[float | int], value: Callable[[float], float | int], own: float | int | None, tries: int = 64
-) -> Iterator[float | int]:
-    """Values that were not there before, nor the base's own; it ends where so many draws in a row give none (few units)."""
-    seen, missed = {own}, 0
-    for each in given:
+    low, high = min(firsts), max(firsts)
+    drawn = (low + (high - low) * float(torch.rand((), generator=generator, dtype=torch.float64)) for _ in itertools.count())
+    seen, missed = {{"sparsity": s, "units": base.n_units}.get(axis)}, 0
+    for each in itertools.chain(firsts, drawn):
         found = value(each)
-        if found in seen:
-            missed += 1
-            if missed == tries:
-                return
-            continue
-        seen.add(found)
-        missed = 0
-        yield found
+        missed = missed + 1 if found in seen else 0
+        if missed == _TRIES:
+            return
+        if not missed:
+            seen.add(found)
+            yield found
 
 
 def _nothing_to_vary(base: Base, axis: str) -> str:

@@ -29,7 +29,7 @@ from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts import Host
 from swd_lens.hosts.recording import record, standing_hooks
 from swd_lens.hosts.sites import Site
-from swd_lens.train.rows import Rows, Shuffled
+from swd_lens.train.rows import Rows
 
 MOST_BYTES = 2**32
 _LEFT_BYTES = 2**28  # of a disk, for others
@@ -111,25 +111,22 @@ def kept_activations(
     in_text = rows.n_rows * rows.row_length
     needed = 4 * in_text * (site.d_in + site.d_out)
     read_again = shared is not None or n_tokens >= _PASSES * in_text
-    if not isinstance(rows, Shuffled) or not read_again or needed > MOST_BYTES:
+    if rows.in_memory is None or not read_again or needed > MOST_BYTES:
         return None
-    name = None if shared is None else _name(host, site, rows)
+    name = None
+    if shared is not None:  # named by everything that decides the bits of a site's activations
+        decides = [host_fingerprint(host.model, host.model.cfg), standing_hooks(host.model), site.name]
+        decides += [rows.stream.fingerprint(), list(rows.in_memory.shape)]
+        digest = hashlib.sha256(json.dumps(decides, default=str).encode()).hexdigest()
+        name = f"{site.name}-{digest[:12]}"
     folder = shared or folder or Path(tempfile.gettempdir())
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free >= needed + _LEFT_BYTES or (name is not None and (folder / f"{name}.rows").exists()):
         with suppress(OSError):  # somebody else took the room meanwhile, or a quota forbids it
-            return KeptActivations(host, site, rows.rows, folder, name)
+            return KeptActivations(host, site, rows.in_memory, folder, name)
     warn(
         f"activations of the text need {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are free "
         f"in {legible(folder)}; the host runs every batch anew, which takes longer"
     )
     return None
-
-
-def _name(host: Host, site: Site, rows: Shuffled) -> str:
-    """A file name made from everything that decides the bits of a site's activations."""
-    model = host.model
-    decides = [host_fingerprint(model, model.cfg), standing_hooks(model), site.name, rows.fingerprint()]
-    digest = hashlib.sha256(json.dumps([*decides, list(rows.rows.shape)], default=str).encode()).hexdigest()
-    return f"{site.name}-{digest[:12]}"

@@ -2,9 +2,9 @@
 
 A run that was interrupted, or one over several processes, gets the same batches as one that was not.
 
-1. `Shuffled`, of token rows: every pass is a permutation drawn anew; batches are cut from the passes laid end to end, so
-   that no row is left out where the batch size does not divide them.
-2. `Streamed`, of a TokenStream: its own order, whole batches; what is left over at the end of a pass is dropped.
+1. Of token rows in memory every pass is a permutation drawn anew; batches are cut from the passes laid end to end, so that no
+   row is left out where the batch size does not divide them.
+2. A TokenStream has its own order, and whole batches; what is left over at the end of a pass is dropped.
 3. `Processes`, one, or those of `accelerate launch` or `torchrun`: every one makes the same call on its own copy of the host and
    takes its share of each batch's rows. Losses and gradients are sums over predictions, added over all processes and divided by
    the predictions of the whole batch, so that a batch which does not divide evenly gives the same mean as in one process.
@@ -22,35 +22,36 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base.errors import TrainError
-from swd_lens.factorization.checkpoint import tokens_fingerprint
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.text import as_rows
 
 
-class Shuffled:
-    """See the module's docstring, point 1."""
+class Rows:
+    """Training or held-out text as rows of equal length.
 
-    def __init__(self, rows: Int[Tensor, "rows pos"]):
-        self.rows = rows
-        self.n_rows, self.row_length = rows.shape
+    Attributes:
+        stream: all rows, in the order given.
+        in_memory: all rows of a text in memory, which `batches` shuffles; None: a stream, which keeps its own order.
+    """
+
+    def __init__(self, stream: TokenStream, in_memory: Int[Tensor, "rows pos"] | None):
+        self.stream, self.in_memory = stream, in_memory
+        self.n_rows, self.row_length = stream.n_rows, stream.row_length
 
     def batches(self, batch_size: int, seed: int, done: int) -> Iterator[Int[Tensor, "_rows pos"]]:
         """Yield the batches of step done + 1, done + 2, ..., without end."""
+        if self.in_memory is None:
+            skip = done % (self.n_rows // batch_size)  # batches of the present pass
+            while True:
+                for number, batch in enumerate(self.stream.batches(batch_size)):
+                    if len(batch) == batch_size and number >= skip:
+                        yield batch
+                skip = 0
         start = done * batch_size
         while True:
             positions = [divmod(start + i, self.n_rows) for i in range(batch_size)]  # of the passes laid end to end
-            yield self.rows[[int(_order(seed, number, self.n_rows)[i]) for number, i in positions]]
+            yield self.in_memory[[int(_order(seed, number, self.n_rows)[i]) for number, i in positions]]
             start += batch_size
-
-    def all(self, batch_size: int) -> Iterator[Int[Tensor, "_rows pos"]]:
-        """Every row once, in the order given; the last batch may be smaller."""
-        yield from self.rows.split(batch_size)
-
-    def first(self) -> Int[Tensor, "1 pos"]:
-        return self.rows[:1]
-
-    def fingerprint(self) -> str:
-        return tokens_fingerprint(self.rows)
 
 
 @lru_cache(maxsize=2)  # a batch reaches into two passes at most, as no batch is larger than a pass
@@ -60,40 +61,13 @@ def _order(seed: int, number: int, n_rows: int) -> Int[Tensor, " rows"]:
     return torch.randperm(n_rows, generator=generator)
 
 
-class Streamed:
-    """See the module's docstring, point 2."""
-
-    def __init__(self, stream: TokenStream):
-        self.stream = stream
-        self.n_rows, self.row_length = stream.n_rows, stream.row_length
-
-    def batches(self, batch_size: int, seed: int, done: int) -> Iterator[Int[Tensor, "_rows pos"]]:
-        skip = done % (self.n_rows // batch_size)  # batches of the present pass
-        while True:
-            for number, batch in enumerate(self.stream.batches(batch_size)):
-                if len(batch) == batch_size and number >= skip:
-                    yield batch
-            skip = 0
-
-    def all(self, batch_size: int) -> Iterator[Int[Tensor, "_rows pos"]]:
-        yield from self.stream.batches(batch_size)
-
-    def first(self) -> Int[Tensor, "1 pos"]:
-        return self.stream.first_row()[None]
-
-    def fingerprint(self) -> str:
-        return self.stream.fingerprint()
-
-
-Rows = Shuffled | Streamed
-
-
 def rows_of(tokens: Any, model: Any, streamed: tuple[type, ...] = (TokenStream, np.memmap, Iterator)) -> Rows:
-    """Training or held-out text from whatever a user gave: rows in memory are shuffled by the seed, streams keep their order.
-    streamed: the types that are read as streams. Raises TokenError: see `swd_lens.tasks.streams.as_stream`."""
+    """Text from whatever a user gave: rows in memory are shuffled by the seed, streams keep their order. streamed: the types that
+    are read as streams. Raises TokenError: see `swd_lens.tasks.streams.as_stream`."""
     if isinstance(tokens, streamed):
-        return Streamed(as_stream(tokens, model))
-    return Shuffled(as_rows(tokens, model))
+        return Rows(as_stream(tokens, model), None)
+    rows = as_rows(tokens, model)
+    return Rows(as_stream(rows, model), rows)
 
 
 def rows_for(name: str, n_tokens: int, rows: Rows, *, shortest: int = 1) -> int:

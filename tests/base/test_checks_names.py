@@ -7,7 +7,7 @@ from swd_lens.base.step_cache import CALL, FOLDER
 from swd_lens.factorization import checkpoint, goal
 from swd_lens.hosts import made
 from swd_lens.report import paper
-from swd_lens.study import best, replacement, run_file
+from swd_lens.study import best, replacement, run
 from swd_lens.study.paper import result
 from swd_lens.train import folder
 from swd_lens.train.baselines import sparse_training, units
@@ -28,6 +28,6 @@ def test_names_are_whole_and_differ_by_more_than_capitals_and_the_list_has_what_
         require_names("task", ["ioi", "IOI"])
     names = {FOLDER, CALL, checkpoint._SHARDS, goal._TRIALS, made.SOURCE, best.FILE, best.CANDIDATES, best.REFINED}
     names |= {replacement.FACTORS, replacement.FINETUNED, replacement.NUMBERS}
-    names |= {replacement.SAMPLES, run_file.NAME, result.RESULT, folder.RUN, folder.LOG, folder.CHECKPOINT}
+    names |= {replacement.SAMPLES, run.NAME, result.RESULT, folder.RUN, folder.LOG, folder.CHECKPOINT}
     names |= {sparse_training.MODEL, units.INDEX, units._WEIGHTS, index.INDEX, paper.PAGE}
     assert names <= OURS

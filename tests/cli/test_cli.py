@@ -56,7 +56,8 @@ def test_ctrl_c_before_a_command_has_begun_is_one_line(monkeypatch, capsys):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_run", interrupted)
+    monkeypatch.setattr(cli, "_all_commands", interrupted)
+    monkeypatch.setattr(sys, "argv", ["swd-lens", "report", "nowhere"])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     assert stopped.value.code == 130

@@ -1,4 +1,4 @@
-"""Figures of the report: an SVG that is a good neighbour in a page."""
+"""Figures of the report: a colour for a family and a line style for each member; an SVG that is a good neighbour in a page."""
 
 import re
 from dataclasses import replace
@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from swd_lens.base.figures import new_figure
-from swd_lens.report.looks import Look, looks_of
-from swd_lens.report.plots import inline_svg, pattern_grid, relmse_dots, swatch
+from swd_lens.report.plots import Look, inline_svg, looks_of, pattern_grid, relmse_dots, swatch
 from swd_lens.study import Run
 
 
@@ -39,3 +38,22 @@ def test_dots_of_errors_that_can_be_seen(run: Run) -> None:
     assert relmse_dots([r for r in several if r.exact], looks) is None
     one = replace(several[0], fidelity=replace(several[0].fidelity, relmse={"blocks.0.mlp_out": 0.5}))
     assert relmse_dots([one], looks) is None
+
+
+def test_a_family_has_one_colour_and_its_members_differ(run: Run) -> None:
+    looks = looks_of(run)
+    families = [["SWD s=0.5", "SWD s=0.75"], ["SWD (paper) s=0.5", "SWD (paper) s=0.75"]]
+    families += [["Neurons pruned s=0.5", "Neurons pruned s=0.75"], ["neurons"], ["SVD"]]
+    drawn = [[name for name in family if name in looks] for family in families]
+    assert sorted(name for family in drawn for name in family) == sorted(looks)
+    colours = [{looks[name].line["color"] for name in family} for family in drawn if family]
+    assert all(len(colour) == 1 for colour in colours) and len(set().union(*colours)) == len(colours)
+    for family in drawn:
+        assert len({str(looks[name].line["linestyle"]) for name in family}) == len(family)
+        assert len({looks[name].marker for name in family}) == len(family)
+
+
+def test_finished_factors_are_families_of_their_own(run: Run) -> None:
+    given = replace(run, settings={**run.settings, "factors": ["SWD s=0.75"]})
+    looks = looks_of(given)
+    assert looks["SWD s=0.75"].family != looks["SWD s=0.5"].family and looks["SWD s=0.75"].member == 0

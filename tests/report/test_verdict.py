@@ -11,7 +11,7 @@ from swd_lens.report import verdict as module
 from swd_lens.report.page import render_report
 from swd_lens.report.verdict import verdict
 from swd_lens.study import Run
-from swd_lens.study.run_file import FactorsRecord, Replacement
+from swd_lens.study.run import FactorsRecord, Replacement
 from tests.circuits.worked import by_hand
 
 

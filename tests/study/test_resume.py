@@ -12,11 +12,11 @@ import torch
 import swd_lens as swd
 import swd_lens.circuits.protocol
 from swd_lens.base.errors import BudgetError
+from swd_lens.base.fingerprints import splits_fingerprint
 from swd_lens.base.sealed import read_tensors, write_tensors
 from swd_lens.base.step_cache import FOLDER
 from swd_lens.study import Run, run_study
-from swd_lens.study.resume import memory_of, task_fingerprint
-from swd_lens.study.run_file import STAGED
+from swd_lens.study.run import STAGED
 from tests.analysis.audit_models import lettered
 from tests.circuits.slow import able_split
 from tests.forwards import block_runs
@@ -40,8 +40,8 @@ TOY, OTHER = task("toy", 3), task("other", 13)
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
 def test_a_task_of_other_prompts_is_another_task(split):
-    assert task_fingerprint(task("toy", 3)) == task_fingerprint(TOY)
-    assert task_fingerprint(replace(TOY, **{split: getattr(OTHER, split)})) != task_fingerprint(TOY)
+    assert splits_fingerprint(task("toy", 3).splits) == splits_fingerprint(TOY.splits)
+    assert splits_fingerprint(replace(TOY, **{split: getattr(OTHER, split)}).splits) != splits_fingerprint(TOY.splits)
 
 
 @pytest.fixture(scope="module")
@@ -270,43 +270,3 @@ def test_forwards_of_a_study(model):
     two, four = rows((0.5, 0.75)), rows((0.4, 0.5, 0.6, 0.75))
     # Of each: probe, check of its fidelity, and of its shortcuts by four prompts at most (test_compare.py).
     assert len(TEXT) + len(HELD) + len(TOY.train) + len(TOY.test) <= two and four - two <= 2 * (2 + 32)
-
-
-@pytest.mark.slow
-def test_the_memory_of_a_study_is_bounded_by_its_estimate(default_model):
-    """Tensors of each part, as torch's profiler counts them."""
-    task = swd.load_task("ioi", default_model, n_train=64, n_test=64)
-    sites, heldout = {"last two": "blocks.[23].mlp_out"}, swd.text_tokens(4096, split="test")
-    needed = memory_of(default_model, sites, [task], sparsities=(0.5,), heldout_length=heldout.shape[1])
-    assert list(needed) == ["factorize", "fidelity", "attribution of ioi", "curves of ioi"]
-    factors = swd.factorize(default_model, sites["last two"], sparsity=0.5, preset="quick", outer_iterations=4, progress=False)
-    scores = swd.attribute(default_model, factors, task)
-    calls = {
-        "fidelity": lambda: swd.fidelity(default_model, factors, heldout),
-        "attribution of ioi": lambda: swd.attribute(default_model, factors, task),
-        "curves of ioi": lambda: swd.evaluate(default_model, factors, task, scores),
-    }
-    for part, call in calls.items():
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            call()
-        held = most = 0
-        for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-            if event.name() == "[memory]":
-                held += event.nbytes()
-                most = max(most, held)
-        assert 0 < most <= needed[part], part
-    larger = memory_of(default_model, sites, [task], sparsities=(0.5, 0.6, 0.7), heldout_length=128)
-    assert all(larger[part] > needed[part] - needed["fidelity"] for part in needed)
-
-    def bytes_of(n_sparsities: int, *controls: str) -> int:
-        how = {"sparsities": (0.5, 0.6)[:n_sparsities], "controls": controls}
-        return memory_of(default_model, sites, [task], **how)["attribution of ioi"]
-
-    # Every solved control is one more set of factors per sparsity; units of "pruned" are inputs, as those of neurons.
-    d_in, d_out = 512, 128
-    pairs = {units: 2 * 4 * (units * (d_in + d_out) + d_in * d_out) for units in (d_in, d_out)}  # two layers
-    for n in (1, 2):
-        plain = bytes_of(n, "neurons", "svd")
-        assert bytes_of(n, "neurons", "svd", "svd_pruned") - plain == n * pairs[d_out]
-        assert bytes_of(n, "neurons", "svd", "paper") - plain == n * pairs[d_out]
-        assert bytes_of(n, "neurons", "svd", "pruned") - plain == n * pairs[d_in]

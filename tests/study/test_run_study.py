@@ -8,8 +8,8 @@ import torch
 
 import swd_lens as swd
 from swd_lens.base.files import plain
-from swd_lens.report.looks import looks_of
 from swd_lens.report.page import render_report
+from swd_lens.report.plots import looks_of
 from swd_lens.report.wording import headline
 
 pytestmark = pytest.mark.usefixtures("few_alternations")

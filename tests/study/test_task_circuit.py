@@ -19,17 +19,17 @@ def screened(margin, **margins) -> Screen:
 
 
 def test_outputs_that_change_the_margin_and_what_attention_reads(default_model):
-    found = needed_sites(
+    sites, outputs = needed_sites(
         default_model, screened(2.0, blocks__0__attn_o=1.9, blocks__1__attn_o=2.6, blocks__1__mlp_out=1.0, blocks__3__attn_o=1.7)
     )
     # Half, three tenths against the task, 15 %; 5 % is too little.
-    assert found.outputs == pytest.approx({"blocks.1.mlp_out": 0.5, "blocks.1.attn_o": -0.3, "blocks.3.attn_o": 0.15})
+    assert outputs == pytest.approx({"blocks.1.mlp_out": 0.5, "blocks.1.attn_o": -0.3, "blocks.3.attn_o": 0.15})
     parts = ("attn_q", "attn_k", "attn_v", "attn_o")
-    assert set(found.sites) == {"blocks.1.mlp_out", *(f"blocks.{layer}.{part}" for layer in (1, 3) for part in parts)}
-    few = needed_sites(default_model, screened(2.0, blocks__2__mlp_out=1.95, blocks__3__mlp_out=1.99))
-    assert few.sites == ("blocks.2.mlp_out",)  # the most needed, where none reaches a tenth
+    assert set(sites) == {"blocks.1.mlp_out", *(f"blocks.{layer}.{part}" for layer in (1, 3) for part in parts)}
+    few, _ = needed_sites(default_model, screened(2.0, blocks__2__mlp_out=1.95, blocks__3__mlp_out=1.99))
+    assert few == ["blocks.2.mlp_out"]  # the most needed, where none reaches a tenth
     every = {f"blocks__{layer}__{kind}": 0.0 for layer in range(4) for kind in ("attn_o", "mlp_out")}
-    assert len(needed_sites(default_model, screened(2.0, **every)).outputs) == 6  # four and two at the most
+    assert len(needed_sites(default_model, screened(2.0, **every))[1]) == 6  # four and two at the most
     with pytest.raises(ValueError, match=r"the model does not do t: its mean margin .* -0.50; name sites"):
         needed_sites(default_model, screened(-0.5, blocks__2__mlp_out=0.0))
 

@@ -124,7 +124,7 @@ def test_lines_that_are_no_lines_are_where_the_log_ends(tmp_path, text):
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_impossible_folder_is_refused_before_any_work(kind, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
-    monkeypatch.setattr("swd_lens.train.rows.Shuffled.__init__", lambda *_: pytest.fail("worked"))
+    monkeypatch.setattr("swd_lens.train.rows.Rows.__init__", lambda *_: pytest.fail("worked"))
     for out in (tmp_path / "file", tmp_path / "file" / "out"):
         with pytest.raises(NotADirectoryError, match=r"file is no folder"):
             train(kind, out)

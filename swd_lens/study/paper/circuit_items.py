@@ -1,6 +1,6 @@
 """Items that compare circuits of the same surface: a single matrix, exact controls, a whole MLP.
 
-1. The methods of an item: SWD by every solver (replacements.py), exact controls, what is trained; each made when its turn comes.
+1. The methods of an item: SWD by every solver (materials.py), exact controls, what is trained; each made when its turn comes.
 2. `Materials.compare` measures them: fidelity, scores, nested prefixes, on the tasks that are judged at the surface.
 3. Tables: fidelity, costs at the item's targets for every ablation, the primary number. Pictures: the paper's frontiers, on both
    axes of cost. Sentences: what is matched, who needs the fewest edges, the primary number.
@@ -76,15 +76,17 @@ def _compared(
                 title = f"Least {cost} by what the circuit recovers and takes, {ablation} ablation{where}"
                 pictures.append(Picture.of(each.plot(cost), title, _cheapest(each, cost, how["recovered"])))
         pruned = materials.pruned(surface, settings["sparsities"])
-        nulls = _nulls(materials, surface, methods, compared, [*swd, *pruned])
+        nulls, beside_random = _nulls(materials, surface, methods, compared, [*swd, *pruned])
         tables.append(SectionTable.of(f"Circuits beside random ones of the same edges, mean ablation{where}", nulls))
         references = [of_task.curves[compared.methods[compared.reference][0]] for of_task in compared.values()]
+        firsts = {task: next(iter(of_task.curves.values())) for task, of_task in compared.items()}
+        margins = [f"{task} {curve.q_dense:.3g} ({curve.accuracy_dense:.0%} right)" for task, curve in firsts.items()]
         of_surface = [
-            _dense(compared),
+            f"Margins of the dense model in logits: {', '.join(margins)}.",
             *(curve.in_words() for curve in references if not curve.carries),
             compared.matching(),
             *(_cheapest(each, "edges", how["recovered"]) for each in compared.under_each().values()),
-            _nulls_in_words(nulls),
+            beside_random,
         ]
         words += [f"{surface}: {each}" for each in of_surface] if where else of_surface
         of_surfaces[surface] = _numbers(compared, nulls)
@@ -120,8 +122,9 @@ def _numbers(compared: Comparison, nulls: pd.DataFrame) -> dict[str, Any]:
 
 def _nulls(
     materials: Materials, surface: str, methods: Mapping[str, Any], compared: Comparison, tested: Sequence[str]
-) -> pd.DataFrame:
-    """Tabulate, per task and method, its cheapest circuit, random circuits of the same edges, and the rank p-values."""
+) -> tuple[pd.DataFrame, str]:
+    """Tabulate, per task and method, its cheapest circuit, random circuits of the same edges, and the rank p-values; and count in
+    a sentence the circuits beside which no random one does as well."""
     rows = []
     for task, of_task in compared.items():
         for method in tested:
@@ -135,15 +138,11 @@ def _nulls(
                     row[f"p of {value}"] = p
                 rows.append(row)
     columns = ["task", "method", "edges", "random circuits as good", "recovered", "random recovered", "p of recovered"]
-    return pd.DataFrame(rows, columns=[*columns, "drop", "random drop", "p of drop"])
-
-
-def _nulls_in_words(nulls: pd.DataFrame) -> str:
-    """Count the circuits beside which no random one does as well."""
+    nulls = pd.DataFrame(rows, columns=[*columns, "drop", "random drop", "p of drop"])
     if nulls.empty:
-        return "No circuit is left to set beside random ones: none reaches the threshold with a unit."
+        return nulls, "No circuit is left to set beside random ones: none reaches the threshold with a unit."
     best = int((nulls["random circuits as good"] == 0).sum())
-    return (
+    return nulls, (
         f"Beside random circuits of the same edges, {best} of {len(nulls)} circuits recover more than every random "
         f"one; mean recovered {nulls['recovered'].mean():.3f} against {nulls['random recovered'].mean():.3f}, mean drop "
         f"{nulls['drop'].mean():.3g} against {nulls['random drop'].mean():.3g} logits."
@@ -183,15 +182,6 @@ def costs_table(
 
 def _mean(values: Sequence[float | int]) -> float:
     return sum(values) / len(values)
-
-
-def _dense(compared: Comparison) -> str:
-    """Say how well the dense model does the tasks."""
-    words = []
-    for task, of_task in compared.items():
-        curve = next(iter(of_task.curves.values()))
-        words.append(f"{task} {curve.q_dense:.3g} ({curve.accuracy_dense:.0%} right)")
-    return f"Margins of the dense model in logits: {', '.join(words)}."
 
 
 def _cheapest(compared: Comparison, cost: str, recovered: float | int) -> str:

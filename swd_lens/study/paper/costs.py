@@ -19,7 +19,7 @@ from swd_lens.base.record import PlainRecord
 from swd_lens.circuits.evaluate import prefix_grid
 from swd_lens.hosts.sites import split_name
 from swd_lens.solver import cost as solver_cost
-from swd_lens.study.paper.replacements import SOLVERS
+from swd_lens.study.paper.materials import SOLVERS
 from swd_lens.study.paper.settings import ItemSettings
 from swd_lens.train.activations import MOST_BYTES
 
@@ -240,7 +240,8 @@ def _training(settings: ItemSettings, shape: Shape, site: str, trained: Sequence
     kept = 0
     for spec in trained:
         penalties = len(spec["l1"]) if isinstance(spec.get("l1"), list) else 1
-        width, hidden, tokens = _width(spec["width"], d_in, d_out), spec.get("hidden", 0), spec["n_tokens"]
+        width, hidden, tokens = spec["width"], spec.get("hidden", 0), spec["n_tokens"]
+        width = width if isinstance(width, int) else int(float(width[:-1]) * max(d_in, d_out))  # "4x" of the larger side
         shared = spec.get("importance") == "shared_mlp"
         network = d_in * hidden + hidden * width if shared else width * d_in * hidden
         weights = width * (d_in + d_out) + (network if spec["method"] != "transcoder" else 0)
@@ -263,11 +264,6 @@ def _checkpoints(spec: Mapping[str, Any], asked: Sequence[int] = ()) -> int:
         return len({n for n in asked if n < spec["n_tokens"]}) + 1
     steps = max(1, spec["n_tokens"] // spec.get("tokens_per_step", 4096))
     return steps.bit_length() + (steps & (steps - 1) > 0)
-
-
-def _width(width: int | str, d_in: int, d_out: int) -> int:
-    """ "4x": so many times max(d_in, d_out)."""
-    return width if isinstance(width, int) else int(float(width[:-1]) * max(d_in, d_out))
 
 
 def _tuning(settings: ItemSettings, shape: Shape) -> Iterator[Work]:

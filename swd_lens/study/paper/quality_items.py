@@ -4,13 +4,13 @@
 2. `zero_data`: factors that saw no text beside calibrated ones over sparsities, and their circuits beside a transcoder's.
 """
 
+import itertools
 import math
 from functools import partial
 from typing import Any
 
 import pandas as pd
 
-from swd_lens.circuits import Comparison
 from swd_lens.circuits.comparison import priced
 from swd_lens.circuits.measure import Threshold
 from swd_lens.study.data_efficiency import data_efficiency
@@ -99,9 +99,14 @@ def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:
     cheap |= materials.pruned(site, settings["sparsities"], ["pruned"])
     cheap |= materials.trained_methods(site, settings["trained"])
     compared = materials.compare(f"{site}, {label}", {**methods, **cheap})
-    points = [
-        _point(materials, compared, site, s, without, methods[_named(s, without)]) for s in grid for without in (True, False)
-    ]
+    all_curves = {task: of_task.curves for task, of_task in compared.items()}
+    points = []
+    for s, without in itertools.product(grid, (True, False)):
+        name = _named(s, without)
+        factors: FactorSet = methods[name]()
+        (f,) = factors.values()
+        error, curves = float(f.provenance["relative_frobenius"]), {task: of[name] for task, of in all_curves.items()}
+        points.append(SweepPoint(s, without, factors.edges, f.n_units, error, compared.fidelities[name], curves))
     swept = Sweep(points, (0.5, settings["recovered"]), (settings["share_of_drop"],), settings["tolerance"], {"site": site})
     table = swept.table()
     shown: Any = table[[name for name in table if ":" not in str(name)]]
@@ -133,13 +138,3 @@ def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:
 
 def _named(sparsity: float | int, without: bool) -> str:
     return f"SWD {'zero-data' if without else 'calibrated'} s={sparsity:g}"
-
-
-def _point(materials: Materials, compared: Comparison, site: str, sparsity: float | int, without: bool, make: Any) -> SweepPoint:
-    factors: FactorSet = make()
-    name = _named(sparsity, without)
-    (f,) = factors.values()
-    curves = {task: of_task.curves[name] for task, of_task in compared.items()}
-    return SweepPoint(
-        sparsity, without, factors.edges, f.n_units, float(f.provenance["relative_frobenius"]), compared.fidelities[name], curves
-    )

@@ -40,9 +40,10 @@ def full_model(materials: Materials, settings: ItemSettings) -> ItemResult:
     replaced = _replaced(materials, settings, folder)
     second = _trained_sparse(materials, settings, folder)
     assert replaced.after is not None and replaced.finetuned is not None
-    n_matrices = len(find_sites(model, settings["sites"]))
+    matrices = find_sites(model, settings["sites"])
+    entries = sum(site.d_in * site.d_out for site in matrices)
     rows = [
-        {"model": "dense", "tokens": None, "nonzeros": _entries(model, settings), "CE": replaced.before.ce_dense},
+        {"model": "dense", "tokens": None, "nonzeros": entries, "CE": replaced.before.ce_dense},
         _row("SWD", settings["factorization_tokens"], replaced.factors.edges, replaced.before),
         _row(SWD_FT, settings["factorization_tokens"] + _tuned_tokens(replaced), replaced.factors.edges, replaced.after),
     ]
@@ -70,7 +71,7 @@ def full_model(materials: Materials, settings: ItemSettings) -> ItemResult:
     pictures += [
         Picture.of(compared.plot(cost), f"Least {cost}, whole model", compared.matching()) for cost in ("edges", "units")
     ]
-    findings = [_ce_sentence(replaced, n_matrices, second), compared.matching()]
+    findings = [_ce_sentence(replaced, len(matrices), second), compared.matching()]
     numbers = {"replacement": replaced.as_dict(), "table": table.to_dict("records")}
     return result_of(settings, materials, findings, tables, pictures, numbers)
 
@@ -148,10 +149,6 @@ def units_of(host: Any, tuned: FactorSet, circuit_sites: str) -> dict[str, Facto
 def _row(name: str, tokens: int, edges: int, measured: Fidelity) -> dict[str, Any]:
     row = {"model": name, "tokens": tokens, "nonzeros": edges, "CE": measured.ce, "CE delta": measured.ce_delta}
     return {**row, "CE delta se": measured.ce_delta_se, "KL": measured.kl}
-
-
-def _entries(model: Any, settings: ItemSettings) -> int:
-    return sum(site.d_in * site.d_out for site in find_sites(model, settings["sites"]))
 
 
 def _tuned_tokens(replaced: ModelReplacement) -> int:

@@ -26,7 +26,7 @@ from swd_lens.hosts.recording import record, require_seen
 from swd_lens.hosts.sites import Site
 from swd_lens.train.activations import KeptActivations
 from swd_lens.train.baselines.coders import Coder
-from swd_lens.train.baselines.masks import Draws, Masking, adversary_of
+from swd_lens.train.baselines.masks import Draws, Masking, Persistent, one_shot
 from swd_lens.train.baselines.units import Trajectory
 from swd_lens.train.baselines.vpd import Vpd, clip_components, reconstruct, total_loss
 from swd_lens.train.engine import Fit, Logged, autocast
@@ -197,7 +197,8 @@ class HostFit(CoderFit):
         self.mounted = {part: _Masked(vpd) for part, vpd in parts.items()}
         self.predictions = Predictions(host)
         self.draws = Draws(self.vpds)
-        self.adversary = adversary_of(self.vpds[0].spec, self.draws)
+        lives_on = self.spec.adversarial and self.spec.adversary == "persistent"
+        self.persistent = Persistent(self.spec, self.draws) if lives_on else None
 
     def start(self) -> None:
         reconstruct(self.vpds)
@@ -222,23 +223,27 @@ class HostFit(CoderFit):
             def kl_under(sources: list[Tensor]) -> Tensor:
                 return self._kl_under(rows, dense, sources)[0]
 
-            worst = kl_under(self.adversary.sources(kl_under, tuple(rows.shape), step))
+            shape, persistent = tuple(rows.shape), self.persistent
+            sources = persistent.sources(kl_under, shape, step) if persistent else one_shot(kl_under, self.draws, shape)
+            worst = kl_under(sources)
             total, logged = total + self.spec.adversarial * worst, {**logged, "adversarial": worst.detach()}
         return total, logged
 
     def adjust_gradients(self, step: int) -> dict[str, float]:
         clip_components(self.vpds)
-        if self.spec.adversarial:
-            self.adversary.after_backward(step)
+        if self.persistent is not None:
+            self.persistent.after_backward(step)
         return {}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, values = super().state()
-        return tensors | {f"fit.{name}": t for name, t in self.adversary.state().items()}, values
+        kept = {} if self.persistent is None else self.persistent.state()
+        return tensors | {f"fit.{name}": t for name, t in kept.items()}, values
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         super().load_state(tensors, values)
-        self.adversary.load_state(_under("fit.", tensors))
+        if self.persistent is not None:
+            self.persistent.load_state(_under("fit.", tensors))
 
     def _output(self, rows: Tensor, start: Start) -> Float[Tensor, "_rows pos d_out"]:
         seen = record(self.host, rows, outputs=[self.site], start=start, keep=Tensor.float, gradient=True)
@@ -271,7 +276,11 @@ class HostFit(CoderFit):
             masked = self.predictions.run(rows)
         finally:
             raws = self._unmask()
-        return self.predictions.total(_kl, rows, dense, masked, behind_last=True) / rows.numel(), raws
+
+        def summed(_targets: Tensor, p: Tensor, q: Tensor) -> Float[Tensor, ""]:
+            return kl(log_probabilities(p), log_probabilities(q)).sum()
+
+        return self.predictions.total(summed, rows, dense, masked, behind_last=True) / rows.numel(), raws
 
     def _mask(self, maskings: Sequence[Masking | None]) -> None:
         for masked, masking in zip(self.mounted.values(), maskings, strict=True):
@@ -282,10 +291,6 @@ class HostFit(CoderFit):
         raws = [masked.raw for masked in self.mounted.values() if masked.raw is not None]
         self._mask([None for _ in self.mounted])
         return raws
-
-
-def _kl(_targets: Tensor, dense: Tensor, masked: Tensor) -> Float[Tensor, ""]:
-    return kl(log_probabilities(dense), log_probabilities(masked)).sum()
 
 
 @contextmanager

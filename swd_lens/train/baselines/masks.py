@@ -7,7 +7,7 @@
 3. Routes: with routing="subset", at every position k of the run's M matrices, k uniform in 1..M, all sets of k as likely.
 
 Adversaries choose the sources s of masks g + (1 - g) s so that the KL is large:
-1. `OneShot`: in each step from a random start, `adversarial_steps` of s <- clamp(s + adversarial_rate sign(gradient), 0, 1).
+1. `one_shot`: in each step from a random start, `adversarial_steps` of s <- clamp(s + adversarial_rate sign(gradient), 0, 1).
 2. `Persistent`: sources that live on from step to step, one set for the rows and positions of a batch, whatever its tokens are.
    They start uniform in [0, 1], drawn once from the seed. In each step `persistent_steps` of Adam upwards on the KL; then the
    loss is computed with the sources where they are; after the backward pass one more step of Adam, by the gradient of that KL.
@@ -83,29 +83,14 @@ def seed_of(seed: int, step: int) -> int:
     return seed * 1_000_003 + step
 
 
-class OneShot:
-    """See the module's docstring; it keeps nothing from step to step."""
-
-    def __init__(self, spec: VpdSpec, draws: Draws):
-        self.spec, self.draws = spec, draws
-
-    def sources(self, kl: KlUnder, shape: tuple[int, ...], step: int) -> list[Tensor]:
-        """The sources of step 1, 2, ... for a batch of this shape (rows, pos)."""
-        sources = self.draws.uniform(_scope(self.spec, shape))
-        for _ in range(self.spec.adversarial_steps):
-            uphill = zip(sources, _uphill(kl, sources), strict=True)
-            sources = [(s.detach() + self.spec.adversarial_rate * g.sign()).clamp(0.0, 1.0) for s, g in uphill]
-        return sources
-
-    def after_backward(self, step: int) -> None:
-        """Called when the loss with those sources has its gradients."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Tensors that a checkpoint keeps."""
-        return {}
-
-    def load_state(self, named: Mapping[str, Tensor]) -> None:
-        """Restore what `state` gave."""
+def one_shot(kl: KlUnder, draws: Draws, shape: tuple[int, ...]) -> list[Tensor]:
+    """The sources of a one-shot adversary for a batch of this shape (rows, pos); see the module's docstring."""
+    spec = draws.spec
+    sources = draws.uniform(_scope(spec, shape))
+    for _ in range(spec.adversarial_steps):
+        uphill = zip(sources, _uphill(kl, sources), strict=True)
+        sources = [(s.detach() + spec.adversarial_rate * g.sign()).clamp(0.0, 1.0) for s, g in uphill]
+    return sources
 
 
 class Persistent:
@@ -120,8 +105,14 @@ class Persistent:
         self.adam_steps = 0
 
     def sources(self, kl: KlUnder, shape: tuple[int, ...], step: int) -> list[Tensor]:
+        """The sources of step 1, 2, ... for a batch of this shape (rows, pos)."""
         if not self.current:
-            self._start(_scope(self.spec, shape))
+            # The seed after the last step's, which no step draws from.
+            generator = torch.Generator().manual_seed(seed_of(self.spec.seed, self.spec.steps + 1))
+            sizes = [(*_scope(self.spec, shape), width) for width in self.widths]
+            self.current = [torch.rand(size, generator=generator, dtype=torch.float32).to(self.device) for size in sizes]
+            self.first = [torch.zeros_like(s) for s in self.current]
+            self.second = [torch.zeros_like(s) for s in self.current]
         self.adam_steps = (step - 1) * (self.spec.persistent_steps + 1)
         for _ in range(self.spec.persistent_steps):
             self._ascend(_uphill(kl, self.current), step)
@@ -130,6 +121,7 @@ class Persistent:
         return self.current
 
     def after_backward(self, step: int) -> None:
+        """Called when the loss with those sources has its gradients."""
         # The loss has this KL times its weight; the moments are of the KL itself, whichever pass a gradient is from.
         gradients = [s.grad / self.spec.adversarial for s in self.current if s.grad is not None]
         self._ascend(gradients, step)
@@ -138,15 +130,6 @@ class Persistent:
         """The learning rate of a training step, counted from 1."""
         warm = int(self.spec.persistent_warmup * self.spec.steps)
         return self.spec.persistent_rate * min(1.0, step / max(1, warm))
-
-    def _start(self, shape: tuple[int, ...]) -> None:
-        # The seed after the last step's, which no step draws from.
-        generator = torch.Generator().manual_seed(seed_of(self.spec.seed, self.spec.steps + 1))
-        self.current = [
-            torch.rand(*shape, width, generator=generator, dtype=torch.float32).to(self.device) for width in self.widths
-        ]
-        self.first = [torch.zeros_like(s) for s in self.current]
-        self.second = [torch.zeros_like(s) for s in self.current]
 
     @torch.no_grad()
     def _ascend(self, gradients: list[Tensor], step: int) -> None:
@@ -163,6 +146,7 @@ class Persistent:
         self.current = moved
 
     def state(self) -> dict[str, Tensor]:
+        """Tensors that a checkpoint keeps."""
         groups = {"source": self.current, "first": self.first, "second": self.second}
         return {f"{name}.{i}": t.detach() for name, group in groups.items() for i, t in enumerate(group)}
 
@@ -182,8 +166,3 @@ def _uphill(kl: KlUnder, sources: list[Tensor]) -> list[Tensor]:
     """The KL's gradients in the sources."""
     leaves = [s.detach().requires_grad_(True) for s in sources]
     return list(torch.autograd.grad(kl(leaves), leaves))
-
-
-def adversary_of(spec: VpdSpec, draws: Draws) -> OneShot | Persistent:
-    """The adversary that the settings name."""
-    return {"oneshot": OneShot, "persistent": Persistent}[spec.adversary](spec, draws)

@@ -27,14 +27,13 @@ from swd_lens.hosts import Host, find_sites, host_of, require_gradients, require
 from swd_lens.hosts.beginnings import warn_without_bos
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern, Site
-from swd_lens.tasks.streams import as_stream
-from swd_lens.train.activations import KeptActivations, kept_activations
+from swd_lens.train.activations import kept_activations
 from swd_lens.train.baselines.fits import CoderFit, HostFit, LocalFit, bias_of
 from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, TrainSpec, VpdSpec, recipe
 from swd_lens.train.baselines.units import INDEX, LearnedUnits, Trajectory, coders_of, forget, write_index
 from swd_lens.train.engine import Engine
 from swd_lens.train.folder import TrainingFolder, require_possible
-from swd_lens.train.rows import rows_for, rows_of
+from swd_lens.train.rows import Rows, rows_for, rows_of
 from swd_lens.units import described, matrices_of, require_detached, require_free
 
 # Lines of log that a run has at least, where it has so many steps; at most twice as many.
@@ -219,7 +218,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
     require_possible(how.out)
     keep = kept_steps(spec, how.keep)
     rows = rows_of(tokens, model)
-    warn_without_bos(model, as_stream(tokens, model), "training tokens")
+    warn_without_bos(model, rows.stream, "training tokens")
     n_rows = rows_for("tokens_per_step", spec.tokens_per_step, rows)
     require_no_dropout(model)
     host = host_of(model)
@@ -236,7 +235,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
         "swd_lens": __version__,
         **standing_hooks(model),
         "settings": spec.as_dict(),
-        "tokens_sha256": rows.fingerprint(),
+        "tokens_sha256": rows.stream.fingerprint(),
         "unique_tokens": min(rows.n_rows * rows.row_length, spec.steps * spec.tokens_per_step),
         "sites": {
             part.name: {"kind": part.kind, "d_in": part.d_in, "d_out": part.d_out, "host": described(host, part)}
@@ -258,13 +257,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
             forget(folder.path)
         trajectory = Trajectory(None if folder is None else folder.path, provenance)
         with torch.enable_grad():
-            first = next(rows.batches(n_rows, spec.seed, 0))
-            kept = None
-            if not spec.inside(site.kind):
-                own = None if folder is None else folder.path
-                shared = None if how.activations is None else Path(how.activations)
-                kept = kept_activations(host, site, rows, spec.steps * spec.tokens_per_step, own, shared)
-            fit = _fit(host, site, parts, trajectory, spec, first, kept)
+            fit = _fit(host, site, parts, trajectory, spec, rows, n_rows, how.activations)
             log_every = max(1, spec.steps // _LOG_LINES)
             engine = Engine(fit, rows, n_rows, folder, how.checkpoint_every, log_every=log_every, keep=keep)
             engine.run(progress=how.progress)
@@ -281,10 +274,13 @@ def _fit(
     parts: list[Site],
     trajectory: Trajectory,
     spec: TrainSpec,
-    first: torch.Tensor,
-    kept: KeptActivations | None,
+    rows: Rows,
+    n_rows: int,
+    activations: str | Path | None,
 ) -> CoderFit:
-    """Coders drawn from the seed, on the host's device, and what they are fitted to."""
+    """Coders drawn from the seed, on the host's device, and what they are fitted to. n_rows: of a step; activations: see
+    `transcoder`."""
+    first = next(rows.batches(n_rows, spec.seed, 0))
     of_kind = coders_of(trajectory.provenance)
     generator = torch.Generator().manual_seed(spec.seed)
     coders: dict[Site, Any] = {part: of_kind[part.kind] for part in parts}
@@ -295,6 +291,8 @@ def _fit(
             coder.stand_for(host.weight(part), bias_of(host, part, first))
     if spec.inside(site.kind):
         return HostFit(host, site, coders, trajectory)
+    shared = None if activations is None else Path(activations)
+    kept = kept_activations(host, site, rows, spec.steps * spec.tokens_per_step, trajectory.folder, shared)
     return LocalFit(host, site, coders[site], trajectory, first, kept)
 
 

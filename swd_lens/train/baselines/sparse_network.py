@@ -50,7 +50,13 @@ def config_of(config: Any) -> Any:
     elif isinstance(config, GPT2Config):
         shape = copy.deepcopy(config)
     elif getattr(getattr(config, "cfg", None), "d_mlp", None):
-        shape = GPT2Config(**_sizes(config))
+        cfg, tokenizer = config.cfg, getattr(config, "tokenizer", None)
+        sizes = {"n_layer": cfg.n_layers, "n_embd": cfg.d_model, "n_head": cfg.n_heads, "n_positions": cfg.n_ctx}
+        sizes["vocab_size"] = cfg.d_vocab
+        if cfg.d_mlp != 4 * cfg.d_model:  # not written where it is GPT-2's own
+            sizes["n_inner"] = cfg.d_mlp
+        special = {f"{word}_token_id": getattr(tokenizer, f"{word}_token_id", None) for word in ("bos", "eos")}
+        shape = GPT2Config(**sizes, **{name: number for name, number in special.items() if number is not None})
     else:
         raise TrainError(f"config is a {type(config).__name__}; give a GPT2Config, a dict of its arguments, or a host with MLPs")
     if shape.n_embd % shape.n_head:
@@ -66,16 +72,6 @@ def recipe_of(config: Any) -> dict[str, Any]:
     names = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "layer_norm_epsilon")
     more = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
     return {name: getattr(config, name) for name in names + more} | {"n_inner": config.n_inner or 4 * config.n_embd}
-
-
-def _sizes(model: Any) -> dict[str, Any]:
-    cfg, tokenizer = model.cfg, getattr(model, "tokenizer", None)
-    sizes = {"n_layer": cfg.n_layers, "n_embd": cfg.d_model, "n_head": cfg.n_heads, "n_positions": cfg.n_ctx}
-    sizes["vocab_size"] = cfg.d_vocab
-    if cfg.d_mlp != 4 * cfg.d_model:  # not written where it is GPT-2's own
-        sizes["n_inner"] = cfg.d_mlp
-    special = {f"{word}_token_id": getattr(tokenizer, f"{word}_token_id", None) for word in ("bos", "eos")}
-    return {**sizes, **{name: number for name, number in special.items() if number is not None}}
 
 
 def new_network(config: Any, seed: int) -> Any:

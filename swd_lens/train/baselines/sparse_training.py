@@ -210,7 +210,7 @@ def sparse_pretrain(
     heldout_rows = None if heldout is None else rows_of(heldout, limits)
     n_rows = rows_for("tokens_per_update", spec.tokens_per_update, rows, shortest=2)
     eval_every = eval_every or max(1, spec.last // 20)
-    hashes = {"tokens_sha256": rows.fingerprint(), "heldout_sha256": None if heldout_rows is None else heldout_rows.fingerprint()}
+    hashes = {"tokens_sha256": rows.stream.fingerprint(), "heldout_sha256": heldout_rows and heldout_rows.stream.fingerprint()}
     decides = {**recipe_of(shape), **spec.as_dict(), **hashes, "eval_every": eval_every, "swd_lens": __version__}
     folder = TrainingFolder(Path(out), decides, "sparse_pretrain", (f"{MODEL}/config.json",))
     shapes = sketch(shape)
@@ -227,7 +227,7 @@ def sparse_pretrain(
             engine = Engine(fit, rows, n_rows, folder, checkpoint_every, every)
             engine.run(progress=progress)
         bos = tokenizer.bos_token_id
-        with_bos = bos is not None and bool((next(rows.all(4))[:, 0] == bos).all())
+        with_bos = bos is not None and bool((next(rows.stream.batches(4))[:, 0] == bos).all())
         files = save(network, tokenizer, with_bos, folder.path / MODEL)
         folder.end({**nonzeros(network), "tokens": engine.tokens, **engine.lines[-1]}, files)
         return _finished(folder)
@@ -280,7 +280,7 @@ class SparseFit(Fit):
         """Nats per prediction, in float32 however the network trains."""
         assert self.heldout is not None
         with torch.no_grad():
-            total = sum(float(self._loss(part).double()) for part in self.heldout.all(self.rows_at_once))
+            total = sum(float(self._loss(part).double()) for part in self.heldout.stream.batches(self.rows_at_once))
         return {"heldout_ce": total / (self.heldout.n_rows * (self.heldout.row_length - 1))}
 
     def _loss(self, rows: Int[Tensor, "_rows pos"], dtype: str | None = None) -> Tensor:

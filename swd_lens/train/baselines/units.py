@@ -153,21 +153,16 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         self.checkpoints, self.provenance, self.log = checkpoints, dict(provenance), log
         self.tokens = max(checkpoints) if tokens is None else tokens
         self.device = torch.device(device)
-        self._units = self._built()
-
-    def _built(self) -> dict[str, CoderUnits]:
-        coders = coders_of(self.provenance, meta=True, source=self.checkpoints.folder)
-        coders.load_state_dict(dict(self.checkpoints[self.tokens]), assign=True)
+        coders = coders_of(self.provenance, meta=True, source=checkpoints.folder)
+        coders.load_state_dict(dict(checkpoints[self.tokens]), assign=True)
         coders.requires_grad_(False)
         coders.to(self.device)
-        units = {}
+        self._units: dict[str, CoderUnits] = {}
+        shared = {key: value for key, value in self.provenance.items() if key != "sites"}
         for name, site in self.provenance["sites"].items():
-            provenance = {key: value for key, value in self.provenance.items() if key != "sites"}
-            provenance |= {**site["host"], "site": name, "tokens": self.tokens}
+            about = {"name": str(shared["method"]), "provenance": {**shared, **site["host"], "site": name, "tokens": self.tokens}}
             coder: Any = coders[site["kind"]]
-            width, method = coder.W_enc.shape[1], str(self.provenance["method"])
-            units[name] = CoderUnits(coder, site["d_in"], site["d_out"], width, name=method, provenance=provenance)
-        return units
+            self._units[name] = CoderUnits(coder, site["d_in"], site["d_out"], coder.W_enc.shape[1], **about)
 
     def __getitem__(self, site: str) -> CoderUnits:
         if site not in self._units:

@@ -115,7 +115,7 @@ class FinetuneFit(Fit):
         size = max(1, min(_MOST_ROWS, TOKENS // self.heldout.row_length)) * self.processes.n
         sums = torch.zeros(4, dtype=torch.float64)
         with torch.no_grad():
-            for batch in self.heldout.all(size):
+            for batch in self.heldout.stream.batches(size):
                 if len(rows := self.processes.share(batch)):
                     runs = [self.mounted.run(rows, dense=dense) for dense in (True, False)]
                     parts = self.mounted.predictions.total(_measured, rows, *runs)

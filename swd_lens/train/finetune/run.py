@@ -25,7 +25,7 @@ from swd_lens.hosts import require_gradients, require_no_dropout
 from swd_lens.hosts.beginnings import warn_without_bos
 from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.recording import record, standing_hooks
-from swd_lens.tasks.streams import TokenStream, as_stream
+from swd_lens.tasks.streams import TokenStream
 from swd_lens.train.engine import Engine
 from swd_lens.train.finetune.fit import FinetuneFit, Heldout
 from swd_lens.train.finetune.mount import mounted, trainable
@@ -101,7 +101,7 @@ def finetune(
     with nullcontext(False) if folder is None else folder.opened(overwrite, n_bytes, processes) as finished:
         if folder is not None and finished:
             return _finished(folder, units)
-        with torch.enable_grad(), mounted(units) as training, fused_attention(units.host, run.rows.first()):
+        with torch.enable_grad(), mounted(units) as training, fused_attention(units.host, run.rows.stream.first_row()[None]):
             fit = FinetuneFit(training, run.spec, run.steps, run.heldout, processes)
             every = None if run.heldout is None else eval_every
             engine = Engine(fit, run.rows, run.spec.batch_size, folder, checkpoint_every, every, processes=processes)
@@ -132,7 +132,7 @@ class _Run:
         if spec.keep == "best" and heldout is None:
             raise FinetuneError('keep="best" needs heldout= tokens to tell which values are best')
         rows = _checked_rows(rows_of(tokens, model, (TokenStream,)), spec.batch_size, "tokens")
-        warn_without_bos(model, as_stream(tokens, model), "training tokens")
+        warn_without_bos(model, rows.stream, "training tokens")
         heldout = None if heldout is None else _checked_rows(rows_of(heldout, model, (TokenStream,)), 1, "heldout")
         require_no_dropout(model)
         require_gradients(model)
@@ -148,8 +148,8 @@ class _Run:
             "host_sha256": host_fingerprint(model, model.cfg),
             **standing_hooks(model),
             "factors_sha256": upstream_of(self.units.factors),
-            "tokens_sha256": self.rows.fingerprint(),
-            "heldout_sha256": None if self.heldout is None else self.heldout.fingerprint(),
+            "tokens_sha256": self.rows.stream.fingerprint(),
+            "heldout_sha256": None if self.heldout is None else self.heldout.stream.fingerprint(),
             **self.spec.as_dict(),
             "steps": self.steps,
             "eval_every": eval_every,
@@ -215,7 +215,7 @@ def _result(engine: Engine, fit: FinetuneFit, provenance: Mapping[str, Any], pre
         **standing_hooks(units.host.model),
     }
     cfg = units.host.model.cfg
-    tokens = list(provenance.get("probe_tokens") or probe_tokens(rows.first(), int(cfg.d_vocab), int(cfg.n_ctx)))
+    tokens = list(provenance.get("probe_tokens") or probe_tokens(rows.stream.first_row()[None], int(cfg.d_vocab), int(cfg.n_ctx)))
     # What enters each site at the last of these tokens.
     last = record(units.host, torch.tensor([tokens]), inputs=units.sites, keep=lambda h: h[0, -1].float().cpu())
     tuned = {}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from swd_lens.train.rows import Shuffled
+from swd_lens.train.rows import rows_of
 from tests.train.baselines.test_methods import SITE, TOKENS, train
 
 
@@ -13,7 +13,7 @@ from tests.train.baselines.test_methods import SITE, TOKENS, train
 def test_kl_steps_by_hand(model, masks):
     """The logged KL of the first step, before any update, is that of the host with masks drawn from seed and step."""
     units = train(model, "vpd_kl", n_tokens=50, keep=(), adversarial=0.0, learning_rate=1e-30, masks=masks)
-    coder, rows = units[SITE].coder, next(Shuffled(TOKENS).batches(5, 0, 0))
+    coder, rows = units[SITE].coder, next(rows_of(TOKENS, model).batches(5, 0, 0))
     generator = torch.Generator().manual_seed(1)  # 0 * 1,000,003 + step 1
     noise = torch.rand(5, 10, 32, generator=generator) if masks == "binomial" else None
     u = torch.rand(5, 10, 33, generator=generator)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from swd_lens import baselines
-from swd_lens.train.baselines.masks import Draws, OneShot, Persistent, seed_of
+from swd_lens.train.baselines.masks import Draws, Persistent, one_shot, seed_of
 from swd_lens.train.baselines.spec import VPD_KLS, VpdSpec
 from swd_lens.train.baselines.vpd import Vpd, jittered
-from swd_lens.train.rows import Shuffled
+from swd_lens.train.rows import rows_of
 from tests.micro import random_tokens
 
 SITE, MLP = "blocks.1.mlp_out", "blocks.0.mlp"
@@ -49,7 +49,7 @@ def test_a_step_with_subsets_by_hand(model):
     """The logged KL of the first step is that of the host with each matrix on components where its route says so."""
     units = baselines.vpd_kl(model, MLP, TOKENS, **ONE_STEP, routing="subset")
     parts = {kind: units[f"blocks.0.{kind}"].coder for kind in ("mlp_in", "mlp_out")}
-    mlp, ln, rows = model.blocks[0].mlp, model.blocks[0].ln2, next(Shuffled(TOKENS).batches(5, 0, 0))
+    mlp, ln, rows = model.blocks[0].mlp, model.blocks[0].ln2, next(rows_of(TOKENS, model).batches(5, 0, 0))
     generator = torch.Generator().manual_seed(1)  # 0 * 1,000,003 + step 1
     u = {kind: torch.rand(5, 10, 33, generator=generator) for kind in parts}
     count = torch.randint(1, 3, (5, 10, 1), generator=generator)
@@ -104,7 +104,7 @@ def test_one_shot_and_the_persistent_rate_by_hand():
     # int(.025 * 39) = 0: no warm-up
     assert persistent(390).rate(1) == 0.01
     draws = draws_of(1, width=2, adversarial=0.5, adversarial_steps=2, adversarial_rate=0.25)
-    (got,) = OneShot(draws.spec, draws).sources(lambda s: (s[0] * torch.tensor([3.0, -1.0, 0.0])).sum(), (2, 3), 1)
+    (got,) = one_shot(lambda s: (s[0] * torch.tensor([3.0, -1.0, 0.0])).sum(), draws, (2, 3))
     draws.begin(1, (2, 3))
     (start,) = draws.uniform((2, 3))
     # twice a quarter up, twice a quarter down, and the remainder's stays

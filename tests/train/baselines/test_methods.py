@@ -68,6 +68,16 @@ def test_resumed_is_uninterrupted_to_the_bit_and_the_host_as_it_was(model, name,
     assert whole.log["loss"].iloc[-1] < whole.log["loss"].iloc[0] or "kl" in name
 
 
+def test_a_run_whose_persistent_adversary_has_no_weight_resumes(model, tmp_path, monkeypatch):
+    """It keeps no sources; its checkpoint was once refused as damaged."""
+    how = {"adversary": "persistent", "adversarial": 0.0}
+    with monkeypatch.context() as patch:
+        interrupt(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, "vpd_kl", out=tmp_path, **how)
+    assert bits(train(model, "vpd_kl", out=tmp_path, **how)) == bits(train(model, "vpd_kl", **how))
+
+
 def test_overwriting_does_not_go_on_from_the_run_before(model, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt(patch, 4)

@@ -18,12 +18,13 @@ from swd_lens.hosts.embedded.corpus import load_tokenizer
 from swd_lens.train.baselines import SparseSpec
 from swd_lens.train.baselines.sparse_network import budget, config_of, new_network
 from swd_lens.train.baselines.sparse_training import SPARSE_PRETRAINS
-from swd_lens.train.rows import Shuffled
+from swd_lens.train.rows import rows_of
 from tests import families
 
 CONFIG = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64, "vocab_size": families.D_VOCAB}
 CONFIG |= {"bos_token_id": 0, "eos_token_id": 0}
 TEXT = families.some_tokens(12, 12)
+HOST = SimpleNamespace(cfg=SimpleNamespace(d_vocab=families.D_VOCAB, n_ctx=64))
 # Every number another than the default, and large enough to show: a decay of 1e-3 would drown in rounding.
 RECIPE = {"updates": 10, "tokens_per_update": 48, "end_density": 0.1, "warmup": 0.29, "falling_until": 0.7}
 RECIPE |= {"learning_rate": 0.01, "beta1": 0.8, "beta2": 0.7, "eps": 0.3, "weight_decay": 0.5, "seed": 3}
@@ -50,7 +51,7 @@ def weights(made):
 def test_against_a_second_writing_of_the_recipe(tmp_path):
     """Warm-up of 2 updates (of 2.9), density falling over 5, three more at .1; in all of them by hand what the appendix says."""
     network, first, second = new_network(config_of(CONFIG), 3), {}, {}
-    for update, rows in zip(range(10), Shuffled(TEXT).batches(4, 3, 0), strict=False):
+    for update, rows in zip(range(10), rows_of(TEXT, HOST).batches(4, 3, 0), strict=False):
         n, n0, n1, end = update * 48, 2 * 48, 7 * 48, 10 * 48
         density = 1.0 if n < n0 else 0.1 if n >= n1 else 0.1 ** ((n - n0) / (n1 - n0))
         h = n / n0 if n < n0 else 1 - (n - n0) / (end - n0)

@@ -1,100 +1,20 @@
-"""The identity of a study: what decides its parts, and the memory that they will need.
+"""The most memory that a study will need beyond the loaded model, in bytes: `memory_of`, `memory_of_replacement`.
 
-1. `settings_of_parts`: what decides every part (hosts, texts, tasks and units by their hashes, settings by their values); a
-   folder that holds parts of other ones is another study's.
-2. `growing_parts`: what may be added to a study that is there, each entry with what decides it.
-3. `start_again` clears a folder for a new study.
-4. `memory_of`, `memory_of_replacement`: the most memory that the parts will need beyond the loaded model, from shapes alone.
-   Upper bounds, in bytes of float32: what stays (factors of all replacements with their dense W, held-out text), and of the
-   parts that come one after the other the largest (factorization, fidelity, screen, attribution, curves), each as if no shortcut
-   applied.
+From shapes alone, upper bounds of float32: what stays (factors of all replacements with their dense W, held-out text), and of the
+parts that come one after the other the largest (factorization, fidelity, screen, attribution, curves), each as if no shortcut
+applied.
 """
 
-import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from swd_lens.base import __version__
 from swd_lens.base.divergence import CHUNK_BYTES
-from swd_lens.base.errors import ResumeError
-from swd_lens.base.fingerprints import splits_fingerprint
-from swd_lens.base.step_cache import CALL, FOLDER, HOW_TO_RESUME
-from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.estimate import estimate
 from swd_lens.factorization.goal import Goal
 from swd_lens.hosts import find_sites
-from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Site, side_of_units, split_name
 from swd_lens.study.controls import SOLVED, controls_of, sizes_of, solved_controls
-from swd_lens.study.run_file import NAME
-from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.task import Task
-from swd_lens.units import UnitSet
-from swd_lens.units.index import remove_set, writing_factors
-
-
-def settings_of_parts(
-    model: Any, calibration_model: Any, text: TokenStream | None, heldout: Any, solver: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Name everything that decides every part of a study."""
-    asked = {"swd_lens": __version__, "the host": host_fingerprint(model, model.cfg), **standing_hooks(model)}
-    if calibration_model is not None:
-        asked["the calibration host"] = host_fingerprint(calibration_model, calibration_model.cfg)
-    asked["calibration tokens"] = None if text is None else text.fingerprint()
-    asked["held-out tokens"] = as_stream(heldout, model).fingerprint()
-    return asked | {"solver": dict(solver)}
-
-
-def growing_parts(
-    model: Any,
-    surfaces: Mapping[str, Sequence[str]],
-    tasks: Sequence[Task],
-    units: Mapping[str, Mapping[str, Any]],
-    names: Mapping[str, Iterable[Any]],
-) -> dict[str, dict[str, Any]]:
-    """Name what may be added to a study, each entry with what decides it.
-
-    Args:
-        surfaces: label -> names of its sites.
-        units: argument -> label -> units that came from elsewhere.
-        names: argument -> what it names.
-    """
-    return {
-        "surfaces": {label: list(sites) for label, sites in surfaces.items()},
-        "tasks": {task.name: task_fingerprint(task) for task in tasks},
-        **{what: {label: _identity(model, each) for label, each in given.items()} for what, given in units.items()},
-        **{what: {str(name): True for name in given} for what, given in names.items()},
-    }
-
-
-def task_fingerprint(task: Task) -> str:
-    """Take the SHA-256 over the prompts, answers and distractors of all splits; of a metric of its own, over its name."""
-    return splits_fingerprint(task.splits)
-
-
-def _identity(model: Any, units: Any) -> str:
-    of_units = UnitSet.of(model, units)
-    return hashlib.sha256(repr(sorted(of_units.identities.items())).encode()).hexdigest()
-
-
-def require_own(folder: Path) -> None:
-    """Refuse a folder that holds a run without its parts: nobody can go on with that, or knows how it was made. Raises
-    ResumeError: it holds one."""
-    if (folder / NAME).exists() and not (folder / FOLDER / CALL).exists():
-        changed = f"{NAME} of a run without its parts"
-        raise ResumeError(f"{folder} holds what another call has finished: {changed}. {HOW_TO_RESUME}")
-
-
-def start_again(folder: Path, factors: Iterable[str]) -> None:
-    """Remove a run from its folder, and what stands where the factors of a new one will: first what names the others."""
-    (folder / FOLDER / CALL).unlink(missing_ok=True)
-    (folder / NAME).unlink(missing_ok=True)
-    for name in factors:
-        if (folder / name).is_dir():
-            with writing_factors(folder / name, "run_study"):
-                remove_set(folder / name)
-
 
 # Tokens of a forward: of text, of prompts with gradients, of prompts under interventions.
 _TEXT, _PROMPTS, _INTERVENTIONS = 2_048, 128, 16_384
