@@ -23,6 +23,7 @@ from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.fidelity import fidelities
 from swd_lens.circuits.measure import Threshold
 from swd_lens.hosts.sites import Site, side_of_units
+from swd_lens.study.best import _between
 
 COLUMNS = [
     "task",
@@ -98,15 +99,23 @@ def rows_on_text(
 
 
 def row_of_task(model: Any, task: Any, matrix: Site, factors: Any, positions: str = "scoring") -> dict[str, Any]:
-    """What a task says of factors of a matrix: units and edges of the cheapest circuits; `positions` are of interventions."""
+    """What a task says of factors of a matrix: units and edges of the cheapest circuits; `positions` are of interventions.
+    "refined" is "recovered" on the grid's own lengths and more of them around the first one that does, as `best_circuit` has it."""
     replacement = {matrix.name: factors}
-    curve = swd.evaluate(model, replacement, task, swd.attribute(model, replacement, task, positions=positions), random_sets=0)
+    scores = swd.attribute(model, replacement, task, positions=positions)
+    curve = swd.evaluate(model, replacement, task, scores, random_sets=0)
     row = {"margin": curve.q_dense, "carried": curve.carried.logits, "carries": curve.carries}
     for name, threshold in (("recovered", Threshold("recovered", 0.9)), ("drop", Threshold("necessity", 0.5))):
         by_units, by_edges = curve.row_of(threshold, "units"), curve.row_of(threshold, "edges")
         row[name] = [None, None, None]
         if by_units is not None and by_edges is not None:
             row[name] = [int(by_units["units"]), int(by_edges["edges"]), float(by_edges["recovered"])]
+    row["refined"] = row["recovered"]
+    found = curve.row_of(Threshold("recovered", 0.9), "edges")
+    if found is not None and (lengths := _between(int(found["units"]), len(scores.ranking()))):
+        finer = swd.evaluate(model, replacement, task, scores, grid=lengths, random_sets=0)
+        if (found := finer.row_of(Threshold("recovered", 0.9), "edges")) is not None:
+            row["refined"] = [int(found["units"]), int(found["edges"]), float(found["recovered"])]
     return row
 
 
