@@ -186,9 +186,11 @@ def summary(folder: Path, models: list[str]) -> Table:
         ours = [rows[f"{OURS} s={s}"] for rows, s in cells]
         line = [f"{NAMES[model]}, {KINDS[kind]}", f"{len(cells)}", _spread([row["recovered"][1] for row in ours], ",.0f")]
         for name in (*BESIDE, "neurons"):
-            rivals = [rows[f"{name} s={s}" if name in BESIDE else name] for rows, s in cells]
-            pairs = [(rival, own) for rival, own in zip(rivals, ours, strict=True) if rival["recovered"][1] is not None]
-            line.append(_spread([rival["recovered"][1] / own["recovered"][1] for rival, own in pairs], ".2g", "×"))
+            rivals = [rows.get(f"{name} s={s}" if name in BESIDE else name) for rows, s in cells]
+            pairs = [(rival, own) for rival, own in zip(rivals, ours, strict=True) if rival and rival["recovered"][1] is not None]
+            some = f"; {sum(map(bool, rivals))} cells" if None in rivals else ""
+            edges = _spread([rival["recovered"][1] / own["recovered"][1] for rival, own in pairs], ".2g", "×")
+            line.append(edges.replace(")", f"{some})"))
             if name in BESIDE:
                 line.append(_spread([rival["kl"] / own["kl"] for rival, own in pairs], ".2g", "×"))
         lines.append(line)
