@@ -100,7 +100,7 @@ def rows_on_text(
 
 def row_of_task(model: Any, task: Any, matrix: Site, factors: Any, positions: str = "scoring") -> dict[str, Any]:
     """What a task says of factors of a matrix: units and edges of the cheapest circuits; `positions` are of interventions.
-    "refined" is "recovered" on the grid's own lengths and more of them around the first one that does, as `best_circuit` has it."""
+    "refined": "recovered" with more lengths around the first one that does, as `best_circuit` has it."""
     replacement = {matrix.name: factors}
     scores = swd.attribute(model, replacement, task, positions=positions)
     curve = swd.evaluate(model, replacement, task, scores, random_sets=0)
