@@ -88,7 +88,7 @@ def peak_gpu_bytes() -> int:
 
 
 def _stated_bytes(path: str, name: str) -> int | None:
-    """A number of a file of Linux's, "MemAvailable:  16318480 kB"."""
+    """Bytes by a line of a status file of Linux, "MemAvailable:  16318480 kB"; None where there is no such file or line."""
     with suppress(OSError, ValueError):
         for line in Path(path).read_text().splitlines():
             if line.startswith(f"{name}:"):

@@ -111,16 +111,16 @@ class Refinement(Record):
         interval, and under attack where it was attacked; a matplotlib Figure."""
         figure, ((ax,),) = new_figure(width=4.6, height=2.8)
         edges = [self.prefix.n_edges, self.refined.n_edges]
-        found = {"validation": [self.validation["prefix"], self.validation["refined"]]}
+        values = {"validation": [self.validation["prefix"], self.validation["refined"]]}
         if len(self.test):
-            found["test"] = self.test[self.of].tolist()
+            values["test"] = self.test[self.of].tolist()
             ax.vlines(edges, self.test[f"{self.of} low"], self.test[f"{self.of} high"], color=style(1)["color"], linewidth=1.0)
         if "under attack" in self.test:
-            found["under attack (test)"] = self.test["under attack"].tolist()
-        for i, (name, values) in enumerate(found.items()):
-            ax.plot(edges, values, marker="o", markersize=4, label=name, **(style(i) | {"linestyle": ""}))
+            values["under attack (test)"] = self.test["under attack"].tolist()
+        for i, (name, of_both) in enumerate(values.items()):
+            ax.plot(edges, of_both, marker="o", markersize=4, label=name, **(style(i) | {"linestyle": ""}))
         ax.axhline(self.target, linewidth=1.0, color="#888888")
-        lowest = min(min(values) for values in found.values())
+        lowest = min(min(of_both) for of_both in values.values())
         names = {"prefix and refined": edges[0]} if edges[0] == edges[1] else dict(zip(("prefix", "refined"), edges, strict=True))
         for name, x in names.items():
             ax.annotate(name, (x, lowest), xytext=(0, -12), textcoords="offset points", ha="center", fontsize=8, color=INK)

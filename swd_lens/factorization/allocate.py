@@ -182,17 +182,19 @@ def _curves(
     curves: dict[str, LossCurve] = {}
     trials_to_make = sum(map(len, budgets.values()))
     with tqdm(total=trials_to_make, desc=f"allocate by {by}", disable=not progress, leave=False) as bar:
-        for site, seen in _with_grams(job, gram_bytes):
+        for site, calibrated in _with_grams(job, gram_bytes):
             bar.set_postfix_str(site.name, refresh=False)
             weight, trials = host_of(job.model).weight(site), []
+            gram, first = calibrated.gram, calibrated.first
             how: dict[str, Any] = {"preset": job.how.preset, "units": job.how.units, **job.settings_of(site)}
-            how["tokens"] = None if seen.gram is None else seen.n_routed or job.n_tokens  # as in `Job.task`
+            how["tokens"] = None if gram is None else calibrated.n_routed or job.n_tokens  # as in `Job.task`
             for k in budgets[site.name]:
                 with naming(site):
-                    trials.append(solve(weight, seen.gram, 1 - k / site.numel, **how))
+                    trials.append(solve(weight, gram, 1 - k / site.numel, **how))
                 bar.update()
-            first = seen.first if seen.gram is not None and seen.first is not None and len(seen.first) else None
-            losses = [f.relmse(seen.gram, without=first) for f in trials] if judged is None else judged.losses(site, trials)
+            if gram is None or first is None or not len(first):
+                first = None
+            losses = [f.relmse(gram, without=first) for f in trials] if judged is None else judged.losses(site, trials)
             curves[site.name] = LossCurve(budgets[site.name], tuple(max(loss, _LEAST[by]) for loss in losses))
     return curves
 

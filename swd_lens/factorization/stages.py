@@ -52,7 +52,7 @@ class Calibrated:
 
 
 def calibrated_by(grams: Grams, site: str) -> Calibrated:
-    """What a matrix is solved with, by the Grams of a pass over the host as it is."""
+    """Collect a site's Gram and first positions from a pass over the host as it is; no Gram where no token was routed to it."""
     n_routed = grams.n_routed.get(site)
     gram = None if n_routed == 0 else grams[site]
     return Calibrated(gram, None, grams.first_share[site], grams.first[site], n_routed)

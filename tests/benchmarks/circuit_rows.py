@@ -111,11 +111,11 @@ def row_of_task(model: Any, task: Any, matrix: Site, factors: Any, positions: st
         if by_units is not None and by_edges is not None:
             row[name] = [int(by_units["units"]), int(by_edges["edges"]), float(by_edges["recovered"])]
     row["refined"] = row["recovered"]
-    found = curve.row_of(Threshold("recovered", 0.9), "edges")
-    if found is not None and (lengths := _between(int(found["units"]), len(scores.ranking()))):
+    coarse = curve.row_of(Threshold("recovered", 0.9), "edges")
+    if coarse is not None and (lengths := _between(int(coarse["units"]), len(scores.ranking()))):
         finer = swd.evaluate(model, replacement, task, scores, grid=lengths, random_sets=0)
-        if (found := finer.row_of(Threshold("recovered", 0.9), "edges")) is not None:
-            row["refined"] = [int(found["units"]), int(found["edges"]), float(found["recovered"])]
+        if (fine := finer.row_of(Threshold("recovered", 0.9), "edges")) is not None:
+            row["refined"] = [int(fine["units"]), int(fine["edges"]), float(fine["recovered"])]
     return row
 
 

@@ -140,8 +140,7 @@ def _qkv(attn: Any, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     biases = [matrices(attn, part)[1].flatten() for part in "QKV"]
     if "attn_qkv" in attn.unit_projections:
         # Without split inputs the three are equal (a normalization of one residual), so the query's speaks for all.
-        whole = lambda h: torch.cat([dense(part, h) for part in "QKV"], -1)  # noqa: E731
-        y = _project(attn, "attn_qkv", inputs[0], torch.cat(biases), whole)
+        y = _project(attn, "attn_qkv", inputs[0], torch.cat(biases), lambda h: torch.cat([dense(part, h) for part in "QKV"], -1))
         projected = y.split([len(bias) for bias in biases], dim=-1)
     else:
         projected = [
