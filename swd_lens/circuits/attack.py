@@ -308,6 +308,7 @@ def _judged(
     outside units."""
     scores, budgets, n = circuit.scores, settings["budgets"], settings["n"]
     dealt = torch.cat([torch.stack([of, *deal(of, may, n, settings["seed"] + i)]) for i, of in enumerate(found)])
+    # Run 0 is the empty circuit, run 1 the circuit; then by budget the adversary and n random restorations.
     given = torch.cat([torch.zeros(2, len(kept)), dealt])
     sets = torch.cat([torch.zeros(1, len(kept), dtype=torch.bool), kept.expand(1 + len(dealt), -1)])
 

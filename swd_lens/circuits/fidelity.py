@@ -265,7 +265,7 @@ class _Sums:
     n_of_rows: list[Tensor] = field(default_factory=list)  # predictions of each batch's rows, where not all count
 
     def result(self, **about: Any) -> Fidelity:
-        """Divide. about: further fields of the result."""
+        """Divide the sums by their counts. about: further fields of the result."""
         # An expert to which none of these tokens is routed has no error.
         shown = [site.name for site in self.sites if site.expert is None or self.norms[site.name] > 0]
         relmse = {name: float(self.errors[name] / self.norms[name]) for name in shown}

@@ -107,8 +107,8 @@ def demo(
             factors |= dict(run.sparsest(surface).factors)
         views, sections = look_inside(model, factors, tasks, graph_task="gendered_pronoun", path_task="greater_than")
         say("trust: nulls, worst cases, the dense model, one matrix varied")
-        kept = {"calibration_tokens": calibration, "out": out / FOLDER / "stability"}
-        trust = look_at_trust(model, run, tasks, text_tokens(2_048, split="test"), vary=last, **kept)
+        how = {"vary": last, "calibration_tokens": calibration, "out": out / FOLDER / "stability"}
+        trust = look_at_trust(model, run, tasks, text_tokens(2_048, split="test"), **how)
         seconds = run.seconds + time.perf_counter() - began
         run = replace(run, attention=[*run.attention, *views], extras=[trust, *sections], seconds=seconds)
         _deliver(run, out, printed)
@@ -252,7 +252,7 @@ def _best_circuits(
     """Find, save and print the best circuit of each task; a search that an earlier call began or finished goes on there.
 
     Args:
-        sites: patterns, or "auto".
+        sites: patterns, or ["auto"].
         how: kl, minutes and overwrite.
 
     Raises:
@@ -269,9 +269,8 @@ def _best_circuits(
     with writing(out, "circuit"):
         for task in tasks:
             say(f"the best circuit of {task.name}, in about {how['minutes']:g} minutes")
-            texts = {"tokens": tokens, "heldout_tokens": heldout}
-            found = best_circuit(model, task, "auto" if auto else sites, **texts, out=out / task.name, **how)
-            by_task[task.name] = found
+            given = {"tokens": tokens, "heldout_tokens": heldout, "out": out / task.name}
+            by_task[task.name] = best_circuit(model, task, "auto" if auto else sites, **given, **how)
     shown: list[Any] = []
     for best in by_task.values():
         # What has room in a terminal of 80 columns; --json and best.json have the rest.

@@ -116,8 +116,8 @@ def graph(
         require_drawable(host_of(model))  # before minutes of factors and scores
         say(f"read {task} and text")
         of_task = load_task(task, model, n_train=n_train, n_test=n_train)
+        tokens, heldout = text.rows(model, model_options)  # before the folder is opened, and perhaps cleared
         aligned, kept = _prompts_of(model, of_task, prompts, out, overwrite)
-        tokens, heldout = text.rows(model, model_options)
         if finished is None:
             wanted = sites or _needed(model, of_task, aligned, kept)
             say(f"factorize {len(find_sites(model, wanted))} matrices at s={sparsity:g}")

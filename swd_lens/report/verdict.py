@@ -55,8 +55,8 @@ def verdict(run: Run, recovered: float = RECOVERED) -> list[str]:
 
 
 def _contest(run: Run, task: str, subject: Replacement, recovered: float) -> _Contest | None:
-    """The methods on the surface of whose methods one carries the largest share of the dense model's margin; None where none
-    carries it."""
+    """Compare the methods on one surface: the one where some method carries the largest share of the dense model's margin. None
+    where no method carries the task on any surface."""
     shares = {
         surface: max((c.carried.logits / c.q_dense for c in comparison[task].curves.values() if c.carries), default=None)
         for surface, comparison in run.comparisons.items()

@@ -27,7 +27,7 @@ from swd_lens.base.checks import one_of
 from swd_lens.base.errors import FactorFileError, legible
 from swd_lens.base.files import plain, sha256
 from swd_lens.base.record import PlainRecord, Record, checked, require_format
-from swd_lens.base.sealed import hashes_of, read_sealed, readable, require_hashes, write_sealed
+from swd_lens.base.sealed import hashes_of, read_json, readable, require_hashes, unseal, write_sealed
 from swd_lens.base.writer import read_beside_writer, writing
 from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.comparison import ROLES, TaskComparison
@@ -273,8 +273,10 @@ class Run(Record):
                 f"there is no {legible(NAME)} in {legible(folder)}; give the folder that `swd-lens demo`, `swd-lens circuit` or "
                 "Run.save wrote"
             )
-        values = read_sealed(path, WHAT)
-        require_format(path, values.get("format"), FORMAT, WHAT)
+        values = read_json(path, WHAT)
+        # First the format: a later one may be sealed in another way.
+        require_format(path, values.get("format") if isinstance(values, dict) else None, FORMAT, WHAT)
+        values = unseal(values, path, WHAT)
         with readable(path, WHAT):
             checked("settings", values["settings"], _SETTINGS, optional=True)
             own = checked("Run", values, {"seconds": float, "files": Mapping[str, str]})

@@ -10,7 +10,7 @@ The result is a `Run` (run.py).
 
 Nothing is run twice: Grams that do not depend on factors are collected once for all surfaces and sparsities, the dense host
 runs once over the held-out text for all replacements of a surface. With out= every finished part is kept in the folder
-(`open_folder` says what decides them), and the same call goes on from there.
+(`_Study.open_folder` says what decides them), and the same call goes on from there.
 """
 
 import hashlib
@@ -284,7 +284,7 @@ def study_steps(n_surfaces: int, n_sparsities: int, controls: Sequence[str], *, 
 
 @dataclass
 class _Study:
-    """The subject of one call, and its steps.
+    """One call of `run_study`: what it works on, and its steps.
 
     Attributes:
         solved_on: the host whose matrices are factorized.

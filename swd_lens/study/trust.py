@@ -151,9 +151,9 @@ def look_at_trust(
     tails = []
     for surface in run.comparisons:
         replacement = run.sparsest(surface)
-        found = disagreement(model, replacement.factors, text, n=n, dense=dense)
-        noise = float(found.table().set_index(["slice", "of"]).loc[("all", "p99.9"), "noise mean"])
-        tails.append((surface, replacement.method, *(found.value(of) for of in QUANTILES), noise, found.p()))
+        tail = disagreement(model, replacement.factors, text, n=n, dense=dense)
+        noise = float(tail.table().set_index(["slice", "of"]).loc[("all", "p99.9"), "noise mean"])
+        tails.append((surface, replacement.method, *(tail.value(of) for of in QUANTILES), noise, tail.p()))
     # 3. One matrix varied.
     card = None
     smallest = min((row for row in rows if row["surface"] == vary and "edges" in row), key=lambda row: row["edges"], default=None)

@@ -41,7 +41,7 @@ WIDTHS = (0.9, 1.1, 0.8, 1.25)  # times the base's units
 AMOUNTS = (0.5, 0.75, 0.25)  # of the base's text
 OTHER_PRESETS = ("quick", "thorough", "best", "deep")
 _LEAST_TEMPLATES = 2
-_TRIES = 64  # draws in a row
+_TRIES = 64  # draws in a row without a new value, after which an axis ends
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,8 @@ def planned(base: Base, axes: Sequence[str], n: int) -> tuple[list[Variation], d
 
 
 def _values(base: Base, axis: str) -> Iterator[float | int | str]:
-    """The values of an axis, one after the other: none twice, nor the base's own; it ends where so many draws in a row give
-    none that is new (few units)."""
+    """The values of an axis, one after the other: none twice, nor the base's own. Ends after _TRIES draws in a row
+    without a new value, as where there are few units."""
     s, generator = float(base.options["sparsity"]), base.generator(axis, 0)
     named = {"preset": _other_presets(base), "corpus": list(base.corpora)}
     if axis in named:
@@ -178,13 +178,13 @@ def _values(base: Base, axis: str) -> Iterator[float | int | str]:
     drawn = (low + (high - low) * float(torch.rand((), generator=generator, dtype=torch.float64)) for _ in itertools.count())
     seen, missed = {{"sparsity": s, "units": base.n_units}.get(axis)}, 0
     for each in itertools.chain(firsts, drawn):
-        found = value(each)
-        missed = missed + 1 if found in seen else 0
+        proposed = value(each)
+        missed = missed + 1 if proposed in seen else 0
         if missed == _TRIES:
             return
         if not missed:
-            seen.add(found)
-            yield found
+            seen.add(proposed)
+            yield proposed
 
 
 def _nothing_to_vary(base: Base, axis: str) -> str:

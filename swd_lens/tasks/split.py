@@ -118,7 +118,8 @@ class Bucket:
         elif columns.ndim > 2:
             return torch.stack([self.margin(run) for run in columns])
         else:
-            values, batch = self.metric(columns.clone(), list(self.examples)), len(columns)  # a metric may write into the copy
+            # A copy: a metric may write into what it is given.
+            values, batch = self.metric(columns.clone(), list(self.examples)), len(columns)
             if not (isinstance(values, Tensor) and values.shape == (batch,) and values.is_floating_point()):
                 got = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
                 raise TaskError(

@@ -73,9 +73,14 @@ class TokenStream:
         bounded("n_rows", n_rows, 1, error=TokenError)
         bounded("row_length", 1 if row_length is None else row_length, 1, error=TokenError)
         self._source = cast(Callable[[], Iterable[Any]], source)
-        self.n_rows, self._host = int(n_rows), _ANY_HOST
+        self._n_rows, self._host = int(n_rows), _ANY_HOST
         self._known = _Known(row_length)
         self.counting = Counting()
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the stream; they decide its hash."""
+        return self._n_rows
 
     def __repr__(self) -> str:
         return f"TokenStream({self.n_rows} rows of {self._known.row_length or 'equally many'} tokens)"

@@ -269,7 +269,8 @@ class Task:
                 tuple(t for t in (side if isinstance(side, list | tuple) else [side]) if isinstance(t, str))
                 for side in (answers, distractors)
             )
-            cautions = TaskTokenizer("one prompt", model, False).cautions  # of a BOS in the text it was warned when it was read
+            # A BOS in the text was warned of when it was read.
+            cautions = TaskTokenizer("one prompt", model, False).cautions
             cautions.see(TaskExample(read.text, answer_texts, distractor_texts), list(read.ids), right, wrong)
             cautions.warn("the prompt")
         split = split_of_ids("one prompt", "train", model, [read.row(model)], [right], [wrong])

@@ -58,7 +58,7 @@ def as_rows(tokens: Any, model: Any, *, padded: bool = False) -> Int[Tensor, "ro
         rows = rows[None]
     if rows.ndim != 2 or rows.numel() == 0:
         raise TokenError(f"tokens must be (rows, pos) and not empty, got shape {tuple(rows.shape)}")
-    rows = rows.to("cpu", torch.int64)
+    rows = rows.to("cpu", torch.int64).contiguous()  # a cut of longer rows is hashed as well
     outside = ((rows < 0) | (rows >= model.cfg.d_vocab)).nonzero()
     if len(outside):
         row, pos = outside[0].tolist()

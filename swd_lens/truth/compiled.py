@@ -109,8 +109,8 @@ def compiled(*, rotated: bool = False, noise: float = 0.0, prompts: int = 60, se
 
 
 def _host() -> Any:
-    """The transformer before its units: words and positions as one-hot channels, each answer reads its channel; where each head
-    looks, every head carries the word that stands there. W_O is zero."""
+    """The transformer before its units. Words and positions are one-hot channels, and each answer reads its channel. Heads look
+    where their program says, and carry the word that stands there. W_O is zero."""
     require_hooked_transformer(ImportError)
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
@@ -207,7 +207,7 @@ def _task(model: Any, name: str, n: int, g: torch.Generator) -> Task:
     rows, answers = [], []
     seen: set[tuple[int, ...]] = set()
     while len(rows) < n:
-        # All words differ but where induction repeats one.
+        # All words differ, except where induction repeats one.
         length = int(torch.randint(MIDDLE + 1, CONTEXT, (1,), generator=g))
         words = torch.randperm(WORDS, generator=g)[:length].tolist()
         if name == "induction":

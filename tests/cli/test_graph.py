@@ -51,7 +51,7 @@ def test_the_page_and_what_stands_beside_it(made, default_model):
     assert "aligned prompts like:" in result.stderr and "most needed:" in result.stderr
 
 
-def test_the_same_command_goes_on(made, monkeypatch):
+def test_the_same_command_goes_on(made, monkeypatch, tmp_path):
     folder, _ = made
     before = (folder / "graph.json").read_bytes()
     with monkeypatch.context() as patch:
@@ -63,6 +63,11 @@ def test_the_same_command_goes_on(made, monkeypatch):
     assert (folder / "graph.json").read_bytes() == before and "Units by matrix" in again.stdout
     assert max(map(len, again.stdout.splitlines())) <= 120
     refused("overwrite", *PRONOUN, "--n-train", "30", "--out", folder)
+    # Text that cannot be read is said before anything is cleared.
+    parts = sorted((folder / "parts").rglob("*"))
+    (tmp_path / "short.txt").write_text("too short")
+    refused("too few for one row", *PRONOUN, "--text", tmp_path / "short.txt", "--overwrite", "--out", folder)
+    assert parts and sorted((folder / "parts").rglob("*")) == parts
 
 
 def test_a_prompt_and_labels_of_ones_own(made, tmp_path):

@@ -1,4 +1,4 @@
-"""Every public object as a notebook shows it: cards and figures of a small host whose sites have long names.
+"""Public objects as a notebook shows them: cards and figures of a small host whose sites have long names.
 
 `python -m tests.report.gallery OUT` writes pages and screenshots, light and dark, 600, 900 and 1,400 pixels wide, for somebody to
 look at; tests/report/test_cards.py measures the same pages. The objects are true results on a random model of 26 layers with the

@@ -110,6 +110,12 @@ def test_what_is_no_run_is_refused(folder: Path, tmp_path: Path, change: Any, me
     refuses(ValueError, message, Run.load, tmp_path)
 
 
+def test_a_later_format_is_named_although_it_is_sealed_in_another_way(folder: Path, tmp_path: Path) -> None:
+    values = json.loads((folder / "run.json").read_text(encoding="utf-8")) | {"format": FORMAT + 1, "sha256": "v2 0123"}
+    (tmp_path / "run.json").write_text(json.dumps(values), encoding="utf-8")
+    refuses(ValueError, rf"has format {FORMAT + 1}, newer than this swd_lens", Run.load, tmp_path)
+
+
 def test_what_is_not_there_is_named(folder: Path, tmp_path: Path) -> None:
     refuses(FileNotFoundError, r"there is no run.json in .*swd-lens demo", Run.load, tmp_path)
     (tmp_path / "run.json").write_bytes((folder / "run.json").read_bytes())

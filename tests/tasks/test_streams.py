@@ -34,6 +34,8 @@ def test_every_form_of_tokens_gives_the_same_batches_and_fingerprint(model, tmp_
         "int32": ROWS.int(),
         "array": ROWS.numpy(),
         "list": ROWS.tolist(),
+        "cut of longer rows": torch.cat([ROWS, ROWS], 1)[:, :6],
+        "transposed": ROWS.T.contiguous().T,
         "memmap": file,
         "stream of tensors": TokenStream(lambda: ROWS, 7),
         "stream of lists": TokenStream(lambda: iter(ROWS.tolist()), 7, row_length=6),

@@ -111,7 +111,8 @@ def intruder(
 
     Args:
         audit: of these units, from `swd_lens.audit`, with at least `shown` contexts of each.
-        units: which; None = all that were audited. Those with fewer contexts are left out, and counted in the settings.
+        units: names, (site, unit) pairs, one of these, a table or a circuit; None = all that were audited. Those with fewer
+            contexts are left out, and counted in the settings.
         encoder: texts -> (text, dimension) vectors; None = `static_words()`.
         shown: texts of a trial: shown - 1 of the unit, and one of another.
         trials: per unit.

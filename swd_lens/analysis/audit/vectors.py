@@ -163,9 +163,9 @@ class Readout:
                 for site, (x, _) in seen.items():
                     parts[site].append(inverse_scale(facts, x).cpu().reshape(-1, rows.shape[1]))
         self.passages: dict[str, Passage] = {}  # of the sites that write to the residual stream
+        final = torch.cat(final_parts) if writing else torch.empty(0)
         for site in writing:
-            both = torch.cat(final_parts)
-            both = both * torch.cat(parts[site.name]) if site in behind else both
+            both = final * torch.cat(parts[site.name]) if site in behind else final
             mean = float(both.mean() if counted is None else both[counted].mean())
             first = [host.norm_affine(behind[site]).scale] if site in behind else []
             self.passages[site.name] = Passage((*first, final_weight), facts.norm == "layer", mean)

@@ -194,6 +194,7 @@ def measure(
         for batch in tqdm(batches, desc="prompts", unit="batch", disable=not progress, leave=False):
             for i, before, after in _runs(host, numbered, torch.stack([rows[i] for i in batch])):
                 kl_prompts[i, batch] = kl_per_prediction(before, after)
+                del before, after  # not beside the next run's logits
         # 3. Sums of KL on text.
         kl_text, n = [0.0] * len(edits), 0
         if stream is not None:

@@ -378,6 +378,7 @@ def _true_changes(
             logits = before_cap(shown.logits.float().cpu(), facts_of(host.model).logit_cap)
             whole = torch.cat([columns, logits[:, list(answers)] - logits.mean(-1, keepdim=True)], 1)
             changes[batch] = whole[1:] - whole[:1]
+            del shown, logits, whole, start  # not beside the next batch's run, for which there is just room
     return changes
 
 

@@ -255,6 +255,7 @@ def _covariance(
         n += len(z)
         total += z.sum(0)
         products.addmm_(z.T, z)
+        del z  # not beside the next forward
     mean = total / n
     covariance = (products / n).addr_(mean, mean, alpha=-1)
     covariance = (covariance + covariance.T) / 2

@@ -204,7 +204,7 @@ def qk_screen(
         q_units, k_units = torch.full(shape, -1), torch.full(shape, -1)
         q_rms, k_rms = (None if rms is None else torch.full(shape, torch.nan) for _ in range(2))
         for layer, of_layer in layers.items():
-            # gamma among the top units of each head.
+            # gamma (head, q, k) among the top units of each head; without rms they are ranked by write norm alone.
             heads, head = of_layer.heads, torch.arange(of_layer.heads.n_heads, device=of_layer.q.write.device)
             key_head = head // heads.group
             q, k = _top_units(of_layer.q, width, rms or {}), _top_units(of_layer.k, width, rms or {})[key_head]

@@ -116,28 +116,35 @@ class Materials:
     @cached_property
     def heldout(self) -> Int[Tensor, "rows pos"]:
         """Rows that nothing is fitted on."""
-        return self._text("test", self.settings["heldout_tokens"], 0)
+        return self._text("test", self._whole_rows(self.settings["heldout_tokens"]), 0)
 
     def fitted_on(self, n_tokens: int) -> Int[Tensor, "rows pos"] | TokenStream:
         """The first so many tokens that are not held out, in whole rows; a stream where they are many."""
-        return self._text("train", n_tokens, self.heldout.numel())
+        n_tokens = self._whole_rows(n_tokens)
+        if self.source == EMBEDDED or n_tokens <= _KEPT_TOKENS:
+            return self._text("train", n_tokens, self.heldout.numel())
+        rows = partial(stream_rows, self.source, self.model, **self._rows(self.heldout.numel()))
+        return TokenStream(rows, n_tokens // self.context, row_length=self.context)
 
     @cached_property
     def validation(self) -> Int[Tensor, "rows pos"]:
         """As many rows as are held out, behind all that is trained on: settings of baselines are chosen on them."""
-        n_tokens, n_rows = self.heldout.numel(), -(-self.settings["training_tokens"] // self.context)
-        return self._text("validation", n_tokens, n_tokens + n_rows * self.context)
+        n_tokens = self.heldout.numel()
+        return self._text("validation", n_tokens, n_tokens + self._whole_rows(self.settings["training_tokens"]))
 
-    def _text(self, split: str, n_tokens: int, behind: int) -> Any:
-        """So many tokens, in whole rows: of this split of the embedded model's text, or of another one behind its first."""
-        n_rows = -(-n_tokens // self.context)
+    def _text(self, split: str, n_tokens: int, behind: int) -> Int[Tensor, "rows pos"]:
+        """Read a split of the embedded model's text, or another text, whose first `behind` tokens are skipped."""
         if self.source == EMBEDDED:
-            return text_tokens(n_rows * self.context, split=split)
+            return text_tokens(n_tokens, split=split)
+        return load_text(self.source, self.model, n_tokens, **self._rows(behind))
+
+    def _whole_rows(self, n_tokens: int) -> int:
+        return -(-n_tokens // self.context) * self.context
+
+    def _rows(self, behind: int) -> dict[str, Any]:
+        """How another text is cut into rows."""
         separator = "eos" if self.model.tokenizer.eos_token_id is not None else None
-        how = {"context": self.context, "separator": separator, "skip_tokens": behind}
-        if n_rows * self.context <= _KEPT_TOKENS:
-            return load_text(self.source, self.model, n_rows * self.context, **how)
-        return TokenStream(partial(stream_rows, self.source, self.model, **how), n_rows, row_length=self.context)
+        return {"context": self.context, "separator": separator, "skip_tokens": behind}
 
     def calibration(self, n_tokens: int) -> CalibrationText:
         """Give `fitted_on` as text that remembers its Grams."""

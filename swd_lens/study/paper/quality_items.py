@@ -99,13 +99,13 @@ def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:
     cheap |= materials.pruned(site, settings["sparsities"], ["pruned"])
     cheap |= materials.trained_methods(site, settings["trained"])
     compared = materials.compare(f"{site}, {label}", {**methods, **cheap})
-    all_curves = {task: of_task.curves for task, of_task in compared.items()}
     points = []
     for s, without in itertools.product(grid, (True, False)):
         name = _named(s, without)
         factors: FactorSet = methods[name]()
         (f,) = factors.values()
-        error, curves = float(f.provenance["relative_frobenius"]), {task: of[name] for task, of in all_curves.items()}
+        error = float(f.provenance["relative_frobenius"])
+        curves = {task: of_task.curves[name] for task, of_task in compared.items()}
         points.append(SweepPoint(s, without, factors.edges, f.n_units, error, compared.fidelities[name], curves))
     swept = Sweep(points, (0.5, settings["recovered"]), (settings["share_of_drop"],), settings["tolerance"], {"site": site})
     table = swept.table()

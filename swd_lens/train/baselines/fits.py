@@ -197,8 +197,9 @@ class HostFit(CoderFit):
         self.mounted = {part: _Masked(vpd) for part, vpd in parts.items()}
         self.predictions = Predictions(host)
         self.draws = Draws(self.vpds)
-        lives_on = self.spec.adversarial and self.spec.adversary == "persistent"
-        self.persistent = Persistent(self.spec, self.draws) if lives_on else None
+        self.persistent: Persistent | None = None
+        if self.spec.adversarial and self.spec.adversary == "persistent":
+            self.persistent = Persistent(self.spec, self.draws)
 
     def start(self) -> None:
         reconstruct(self.vpds)

@@ -84,7 +84,7 @@ def seed_of(seed: int, step: int) -> int:
 
 
 def one_shot(kl: KlUnder, draws: Draws, shape: tuple[int, ...]) -> list[Tensor]:
-    """The sources of a one-shot adversary for a batch of this shape (rows, pos); see the module's docstring."""
+    """The sources of a one-shot adversary for a batch of this shape (rows, pos), new at each step; see the module's head."""
     spec = draws.spec
     sources = draws.uniform(_scope(spec, shape))
     for _ in range(spec.adversarial_steps):

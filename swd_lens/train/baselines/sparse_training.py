@@ -210,7 +210,8 @@ def sparse_pretrain(
     heldout_rows = None if heldout is None else rows_of(heldout, limits)
     n_rows = rows_for("tokens_per_update", spec.tokens_per_update, rows, shortest=2)
     eval_every = eval_every or max(1, spec.last // 20)
-    hashes = {"tokens_sha256": rows.stream.fingerprint(), "heldout_sha256": heldout_rows and heldout_rows.stream.fingerprint()}
+    of_heldout = None if heldout_rows is None else heldout_rows.stream.fingerprint()
+    hashes = {"tokens_sha256": rows.stream.fingerprint(), "heldout_sha256": of_heldout}
     decides = {**recipe_of(shape), **spec.as_dict(), **hashes, "eval_every": eval_every, "swd_lens": __version__}
     folder = TrainingFolder(Path(out), decides, "sparse_pretrain", (f"{MODEL}/config.json",))
     shapes = sketch(shape)

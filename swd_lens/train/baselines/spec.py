@@ -146,7 +146,7 @@ class VpdSpec(TrainSpec):
     masks: str = setting("continuous", one_of=("continuous", "binomial"))
     # Only "kl": what V U lacks of W, as a component with a mask of its own.
     delta: bool = setting(True)
-    # Only "kl": weight of the KL under bad masks between g and 1, which an adversary finds (adversary.py; method.md §1.5): the
+    # Only "kl": weight of the KL under bad masks between g and 1, which an adversary finds (masks.py; method.md §1.5): the
     # masks of every token, or of the batch. 0 leaves it out.
     adversarial: float | int = setting(0.0, at_least=0)
     adversary: str = setting("oneshot", one_of=("oneshot", "persistent"))
