@@ -13,11 +13,11 @@ def tokens_fingerprint(rows: torch.Tensor) -> str:
     return sha256([str(tuple(data.shape)).encode(), data.flatten().numpy().data])
 
 
-def host_fingerprint(model: torch.nn.Module, cfg: Any) -> str:
+def host_fingerprint(model: Any) -> str:
     """SHA-256 over everything calibration sees of a host: parameters, buffers (factors attached to it among them) and the
     settings that change its forward without changing a parameter."""
     words = ("act_fn", "normalization_type", "positional_embedding_type", "eps", "attn_scale", "rotary_base")
-    parts: list[Any] = [str({word: getattr(cfg, word, None) for word in words}).encode()]
+    parts: list[Any] = [str({word: getattr(model.cfg, word, None) for word in words}).encode()]
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         parts.append(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         parts.append(tensor)

@@ -290,7 +290,7 @@ def _parts(
     if folder is None:
         return StepCache(None)
     question = {"swd_lens": __version__, "the units": identities, "the ranking": circuit.scores.ranking()}
-    question |= {"the host": host_fingerprint(model, model.cfg), "prompts": splits_fingerprint(splits)}
+    question |= {"the host": host_fingerprint(model), "prompts": splits_fingerprint(splits)}
     return StepCache(folder, question | {"units of the circuit": circuit.units, **settings}, overwrite=overwrite)
 
 

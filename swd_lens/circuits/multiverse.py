@@ -233,7 +233,7 @@ def _specifications(
     sources, groups = sources_of(methods)
     if folder is not None:
         model = protocol.model
-        question = {"swd_lens": __version__, "the host": host_fingerprint(model, model.cfg), **standing_hooks(model)}
+        question = {"swd_lens": __version__, "the host": host_fingerprint(model), **standing_hooks(model)}
         question |= {"attribution": dict(attribution), "evaluation": dict(protocol.evaluation)}
         growing = {
             "tasks": {task.name: splits_fingerprint(task.splits) for task in protocol.tasks},

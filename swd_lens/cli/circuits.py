@@ -332,7 +332,7 @@ def _screened(model: Any, tasks: Sequence[Task], sites: Any, kept: Path, overwri
     """Screen which of the sites the tasks need, and print it before anything is factorized; kept for a later call."""
     say("screen the sites: what do the tasks lose where an output is its mean?")
     question: dict[str, Any] = {"swd_lens": __version__, "prompts": _SCREENED, **standing_hooks(model)}
-    question |= {"host": host_fingerprint(model, model.cfg), "sites": [site.name for site in find_sites(model, sites)]}
+    question |= {"host": host_fingerprint(model), "sites": [site.name for site in find_sites(model, sites)]}
     question |= {"tasks": {task.name: splits_fingerprint(task.splits) for task in tasks}}
     screened = StepCache(kept, overwrite=overwrite).values(
         ("screen", json.dumps(question)),

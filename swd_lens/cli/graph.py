@@ -161,7 +161,7 @@ def _prompts_of(model: Any, task: Task, prompts: int, out: Path, overwrite: bool
     say(f"note: {len(aligned.split)} aligned prompts like: {aligned.text}{drawn}{others}")
     question = {
         "swd_lens": __version__,
-        "host": host_fingerprint(model, model.cfg),
+        "host": host_fingerprint(model),
         "task": splits_fingerprint(task.splits),
         "aligned prompts": tensor_digest({"tokens": aligned.tokens}),
         **standing_hooks(model),

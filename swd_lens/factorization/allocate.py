@@ -132,7 +132,7 @@ def allocate(
     forecast(job)  # what the solver would refuse is refused here
     if stream is not None:
         warn_without_bos(model, stream, "calibration tokens")
-    job = with_chosen_bases(job, progress=progress)
+    job = with_chosen_bases(job.knowing_its_host(), progress=progress)
     rows = _judged(judge, stream, model) if by == "kl" else None
     if rows is not None:
         require_free(host_of(model), job.sites)
@@ -229,7 +229,7 @@ def _with_grams(job: Job, gram_bytes: int) -> Iterator[tuple[Site, Calibrated]]:
     """Every site with its dense Gram, in execution order; Grams of as many sites at a time as fit."""
     group: list[Site] = []
     text = job.stream if isinstance(job.stream, CalibrationText) else None
-    kept = None if text is None else KnownGrams(text, job.model, job.how.batch_size, job.gram_dtype)
+    kept = None if text is None else KnownGrams(text, job.model, job.how.batch_size, job.gram_dtype, job.stands)
     for i, site in enumerate(job.sites):
         group.append(site)
         following = job.sites[i + 1].d_in ** 2 if i + 1 < len(job.sites) else float("inf")

@@ -271,7 +271,7 @@ def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -
         return job.with_bases(told)
     if job.basis_by_text == "no" or stream is None or stream.row_length < 2 or not facts_of(job.model).causal:
         return job
-    known = stream.side_costs(job.model) if isinstance(stream, CalibrationText) else {}
+    known = {} if job.stands is None or not isinstance(stream, CalibrationText) else stream.side_costs(job.stands)
     unknown = [site for site in job.sites if site.name not in known]
     try:
         known |= chosen(job.model, unknown, stream, SHARE, N_TOKENS, progress).sites if unknown else {}

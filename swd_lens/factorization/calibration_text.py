@@ -78,18 +78,29 @@ class CalibrationText(TokenStream):
         """Name sites that later calls will need: their Grams are collected together with the first that is asked for."""
         self._expected |= {site.name: site for site in sites}
 
-    def side_costs(self, model: Any) -> dict[str, Any]:
-        """Site name -> costs of its sides in the host as it stands now; callers add what they find out."""
-        return self._side_costs.setdefault((*_as_it_stands(model), self.counting.key), {})
+    def side_costs(self, stands: tuple[str, str, str]) -> dict[str, Any]:
+        """Site name -> costs of its sides in a host that stands so; callers add what they find out."""
+        return self._side_costs.setdefault((*stands, self.counting.key), {})
 
 
 class KnownGrams:
-    """Grams of one host as it stood when this was made, under the settings that decide their bits."""
+    """Grams of one host as it stood when this was made, under the settings that decide their bits.
 
-    def __init__(self, text: CalibrationText, model: Any, batch_size: int, dtype: Literal["float32", "float64"]):
+    Args:
+        stands: how it stands, where the caller has it; to hash a host of a billion parameters takes seconds.
+    """
+
+    def __init__(
+        self,
+        text: CalibrationText,
+        model: Any,
+        batch_size: int,
+        dtype: Literal["float32", "float64"],
+        stands: tuple[str, str, str] | None = None,
+    ):
         self.text, self.model, self.batch_size = text, model, batch_size
         self.dtype: Literal["float32", "float64"] = dtype
-        self._key = (*_as_it_stands(model), batch_size, dtype, text.counting.key)
+        self._key = (*(stands or as_it_stands(model)), batch_size, dtype, text.counting.key)
 
     def collect(self, sites: Sequence[Site], progress: bool = False) -> Grams | None:
         """The Grams of sites, in one pass with what is expected beside them, if any is missing; None where they cannot be kept.
@@ -132,9 +143,9 @@ def grams_of(model: Any, sites: Sequence[Site], tokens: Any, *, batch_size: int 
     return collect_grams(model, sites, tokens, batch_size=batch_size, progress=progress) if known is None else known
 
 
-def _as_it_stands(model: Any) -> tuple[str, str, str]:
+def as_it_stands(model: Any) -> tuple[str, str, str]:
     """State of a host: parameters and settings, hooks and units, device."""
-    return host_fingerprint(model, model.cfg), str(standing_hooks(model)), str(next(model.parameters()).device)
+    return host_fingerprint(model), str(standing_hooks(model)), str(next(model.parameters()).device)
 
 
 def shared_sites(stages: Sequence[Sequence[Site]], kind: str) -> list[Site]:

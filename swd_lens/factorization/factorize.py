@@ -190,6 +190,7 @@ def factorize(
     job.warn_of_few_tokens()
     if job.stream is not None:
         warn_without_bos(model, job.stream, "calibration tokens")
+    job = job.knowing_its_host()
     if shard is not None:
         part = Shard.parse(shard)
         job = job.only(part, {row.site: row.flops for row in rows})
@@ -270,6 +271,7 @@ def _factorized(job: Job, checkpoint: Checkpoint | None, *, progress: bool) -> F
         dtype=job.gram_dtype,
         scratch=None if checkpoint is None else checkpoint.folder,
         weighed=[site for stage in unsolved for site in stage] if job.how.weigh_outputs else (),
+        stands=job.stands,
     )
     bar = _Bar(job, plan, show=progress)
     reached(f", {len(done)} of {len(job.sites)} matrices finished")

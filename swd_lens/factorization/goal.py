@@ -400,7 +400,7 @@ def settings_of_search(
         "exclude": list(text.counting.ids),
         "paths": {path: dict(options) for path, options in paths.items()},
         **how,
-        "host_sha256": host_fingerprint(model, model.cfg),
+        "host_sha256": host_fingerprint(model),
         "tokens_sha256": text.fingerprint(),
         "heldout_sha256": heldout.fingerprint(),
     }

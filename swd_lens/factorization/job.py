@@ -19,6 +19,7 @@ from swd_lens.base import __version__
 from swd_lens.base.checks import bounded, one_of
 from swd_lens.base.errors import ShardError, UnknownSiteError, legible, quoted, warn
 from swd_lens.base.settings import AUTO
+from swd_lens.factorization.calibration_text import CalibrationText, as_it_stands
 from swd_lens.factorization.checkpoint import Recipe, Shard, host_fingerprint
 from swd_lens.factorization.gradients import require_loss
 from swd_lens.factorization.matrices import affordable, basis_asked, basis_of_each, matrices_of, sparsity_of_each
@@ -98,6 +99,8 @@ class Job:
     # what the text has said (basis.py), as plain values; empty until it has
     told: Mapping[str, Any] = field(default_factory=dict)
     shard: Shard | None = None  # the part of a larger job that this one is
+    # how the host stood when the call began, where its text remembers what it was asked (calibration_text.py)
+    stands: tuple[str, str, str] | None = None
 
     @classmethod
     def of(
@@ -224,6 +227,10 @@ class Job:
             )
         return replace(self, sites=tuple(shard.of(self.sites, flops)), shard=shard)
 
+    def knowing_its_host(self) -> "Job":
+        """The job with how its host stands now, where its text remembers: hashed once for all that ask the text."""
+        return replace(self, stands=as_it_stands(self.model)) if isinstance(self.tokens, CalibrationText) else self
+
     def provenance(self) -> dict[str, Any]:
         """Provenance of the whole set."""
         provenance: dict[str, Any] = {
@@ -254,7 +261,7 @@ class Job:
             shared["batch_size"] = how.batch_size  # the order of a sum
             if not self.stream.counting.all:
                 shared["exclude"] = list(self.stream.counting.ids)
-            shared["host_sha256"] = host_fingerprint(self.model, self.model.cfg)
+            shared["host_sha256"] = self.stands[0] if self.stands else host_fingerprint(self.model)
             shared |= standing_hooks(self.model)
             if self.gram_dtype != "float32":
                 shared["gram_dtype"] = self.gram_dtype

@@ -124,6 +124,7 @@ class ReplacedHost:
         dtype: of the Grams, "float32" or "float64".
         scratch: folder for what is kept; None: the system's temporary one.
         weighed: matrices that will be calibrated and whose outputs are weighed, in order.
+        stands: how the host stands, where that is known (calibration_text.py).
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class ReplacedHost:
         dtype: Literal["float32", "float64"] = "float32",
         scratch: Path | None = None,
         weighed: Sequence[Site] = (),
+        stands: tuple[str, str, str] | None = None,
     ):
         self.model, self.stream, self.kind = model, stream, kind
         self.batch_size, self.scratch = batch_size, scratch
@@ -148,7 +150,7 @@ class ReplacedHost:
         # Of the host without factors: what it is now.
         text = stream if isinstance(stream, CalibrationText) else None
         self._weighed, self._output_grams = list(weighed), dict[str, Tensor]()
-        self._known = None if text is None else KnownGrams(text, model, batch_size, dtype)
+        self._known = None if text is None else KnownGrams(text, model, batch_size, dtype, stands)
 
     def __enter__(self) -> "ReplacedHost":
         return self

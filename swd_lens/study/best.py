@@ -270,7 +270,7 @@ def _saved(folder: Path, minutes: float) -> BestCircuit | None:
 
 def _asked(model: Any, task: Task, text: CalibrationText, heldout: TokenStream, how: Mapping[str, Any]) -> dict[str, Any]:
     """Everything but the minutes that decides a search."""
-    asked = {"swd_lens": __version__, "host_sha256": host_fingerprint(model, model.cfg), "task": splits_fingerprint(task.splits)}
+    asked = {"swd_lens": __version__, "host_sha256": host_fingerprint(model), "task": splits_fingerprint(task.splits)}
     asked |= {"tokens_sha256": text.fingerprint(), "heldout_sha256": heldout.fingerprint(), **how}
     return asked if isinstance(how["sites"], str) else asked | {"sites": [s.name for s in find_sites(model, how["sites"])]}
 

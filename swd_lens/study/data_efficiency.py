@@ -121,7 +121,7 @@ def data_efficiency(
         "site": surface.site.name,
         "swd_lens": __version__,
         "heldout_tokens": held.numel(),
-        "host_sha256": host_fingerprint(model, model.cfg),
+        "host_sha256": host_fingerprint(model),
         "heldout_sha256": tokens_fingerprint(held),
         **standing_hooks(model),
     }

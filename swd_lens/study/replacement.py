@@ -303,7 +303,7 @@ class _Call:
         how = {name: value for name, value in options.items() if name in ("units", "basis", "batch_size")}
         how |= {"by": self.asked["budgets"]}
         question = {**how, "sites": self.names, "sparsity": self.asked["sparsity"]}
-        question |= {"the host": host_fingerprint(self.model, self.model.cfg)}
+        question |= {"the host": host_fingerprint(self.model)}
         question |= {"tokens": None if rows is None else as_stream(rows, self.model).fingerprint()}
 
         def allocated() -> dict[str, Any]:

@@ -385,7 +385,7 @@ class _Study:
             raise ResumeError(f"{self.folder} holds what another call has finished: {changed}. {HOW_TO_RESUME}")
         hosts = {"the host": self.model, "the calibration host": calibration_model}
         decides = {"swd_lens": __version__, **standing_hooks(self.model)}
-        decides |= {name: host_fingerprint(host, host.cfg) for name, host in hosts.items() if host is not None}
+        decides |= {name: host_fingerprint(host) for name, host in hosts.items() if host is not None}
         decides |= {"calibration tokens": None if self.text is None else self.text.fingerprint()}
         decides |= {"held-out tokens": as_stream(self.heldout, self.model).fingerprint(), "solver": dict(solver)}
         seeds = [f"random_b {seed}" for seed in range(self.random_b_seeds)] if "random_b" in self.controls else []

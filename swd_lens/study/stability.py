@@ -130,7 +130,7 @@ def stability(
     matrix, pool = _checked(model, site, task, tokens, vary)
     other = {name: as_rows(rows, model) for name, rows in (corpora or {}).items()}
     options = {"sparsity": sparsity, "preset": preset, **solver}
-    question = {"swd_lens": __version__, "the host": host_fingerprint(model, model.cfg), "site": matrix.name}
+    question = {"swd_lens": __version__, "the host": host_fingerprint(model), "site": matrix.name}
     question |= {"the task": splits_fingerprint(task.splits), "tokens": tokens_fingerprint(pool), "recovered": recovered}
     question |= {"seed": seed, **standing_hooks(model)}
     # Further texts may be added to a call that is there.

@@ -115,7 +115,7 @@ def kept_activations(
         return None
     name = None
     if shared is not None:  # named by everything that decides the bits of a site's activations
-        decides = [host_fingerprint(host.model, host.model.cfg), standing_hooks(host.model), site.name]
+        decides = [host_fingerprint(host.model), standing_hooks(host.model), site.name]
         decides += [rows.stream.fingerprint(), list(rows.in_memory.shape)]
         digest = hashlib.sha256(json.dumps(decides, default=str).encode()).hexdigest()
         name = f"{site.name}-{digest[:12]}"

@@ -10,13 +10,13 @@ from tests.micro import micro_model, split_of
 
 def test_a_host_differs_by_a_weight_and_by_a_setting():
     model, other = micro_model(), micro_model()
-    assert host_fingerprint(model, model.cfg) == host_fingerprint(other, other.cfg)
-    before = host_fingerprint(model, model.cfg)
+    assert host_fingerprint(model) == host_fingerprint(other)
+    before = host_fingerprint(model)
     with torch.no_grad():
         model.W_U[0, 0] += 1
-    changed = host_fingerprint(model, model.cfg)
+    changed = host_fingerprint(model)
     other.cfg.eps = 0.5
-    assert len({before, changed, host_fingerprint(other, other.cfg)}) == 3
+    assert len({before, changed, host_fingerprint(other)}) == 3
 
 
 def test_tokens_differ_by_shape_and_ids_alone_and_prompts_by_tokens_answers_and_name():

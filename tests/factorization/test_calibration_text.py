@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import swd_lens as swd
+from swd_lens.base.fingerprints import host_fingerprint
 from swd_lens.factorization.calibration_text import CalibrationText, shared_sites
 from swd_lens.factorization.stages import stages_of
 from swd_lens.hosts import find_sites
@@ -53,6 +54,27 @@ def test_widths_and_presets_share_dtypes_and_batches_do_not(model):
         with block_runs(model, 0) as count:
             swd.factorize(model, site, tokens=text, **{**OPTIONS, **how})
         assert count.rows == rows + 1, how
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_call_hashes_its_host_once(monkeypatch, tmp_path, folder):
+    model, hashed = toy_model(), []
+
+    def counting(host):
+        hashed.append(host)
+        return host_fingerprint(host)
+
+    for module in ("calibration_text", "job"):
+        monkeypatch.setattr(f"swd_lens.factorization.{module}.host_fingerprint", counting)
+    text = CalibrationText(TOKENS, model)
+    how = {"tokens": text, "outer_iterations": 2, "out": tmp_path / "out" if folder else None, "progress": False}
+    swd.factorize(model, "blocks.1.mlp_out", **how)
+    assert hashed == [model]
+    with torch.no_grad():  # another host by now
+        next(model.parameters()).mul_(1.5)
+    collected = len(text._kept)
+    swd.factorize(model, "blocks.1.mlp_out", **{**how, "out": None})
+    assert len(hashed) == 2 and len(text._kept) == 2 * collected > 0
 
 
 def test_expected_sites_are_collected_in_one_pass(model):

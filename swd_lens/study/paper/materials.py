@@ -209,7 +209,7 @@ class Materials:
     @cached_property
     def _hashes(self) -> tuple[str, str]:
         """Fingerprints of the host and of the held-out text."""
-        return host_fingerprint(self.model, self.model.cfg), as_stream(self.heldout, self.model).fingerprint()
+        return host_fingerprint(self.model), as_stream(self.heldout, self.model).fingerprint()
 
     @cached_property
     def parts(self) -> StepCache:

@@ -245,7 +245,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
     folder = None
     if how.out is not None:
         decides = {key: provenance[key] for key in ("method", "replaces", "tokens_sha256", "swd_lens")}
-        decides |= {"host_sha256": host_fingerprint(model, model.cfg), "kept_after_steps": sorted(keep)}
+        decides |= {"host_sha256": host_fingerprint(model), "kept_after_steps": sorted(keep)}
         decides |= standing_hooks(model)
         folder = TrainingFolder(Path(how.out), {**decides, **provenance["settings"]}, method, (INDEX,))
     n_weights = sum(p.numel() for p in coders_of(provenance, meta=True).parameters())

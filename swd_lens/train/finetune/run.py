@@ -145,7 +145,7 @@ class _Run:
         """Everything that decides the bits of the run."""
         model = self.units.host.model
         return {
-            "host_sha256": host_fingerprint(model, model.cfg),
+            "host_sha256": host_fingerprint(model),
             **standing_hooks(model),
             "factors_sha256": upstream_of(self.units.factors),
             "tokens_sha256": self.rows.stream.fingerprint(),
