@@ -44,7 +44,7 @@ def test_p_is_uniform_where_effects_follow_scores(match):
 def test_p_is_uniform_for_random_circuits_of_the_embedded_model(match, n_units, best):
     model = load_default_model()
     factors = swd.baselines.neurons(model, SITE)
-    task = swd.load_task("gendered_pronoun", model, n_train=200, n_validation=20, n_test=24)
+    task = swd.load_task("gendered_pronoun", model, n_train=200, n_validation=20, n_test=12)
     scores = swd.attribute(model, factors, task)
     circuits = random_circuits(factors, scores, n_units, 200, best)
     found = uniformity(p_values(model, factors, task.test, circuits, match))
