@@ -28,6 +28,8 @@ def truth(
     say("take apart matrices whose units are known")
     chosen = tuple(parts or PARTS)
     found = run_truth(chosen, methods=methods or None, cases=cases or None, seeds=seeds, out=out, overwrite=overwrite)
-    shown = [table(f"Known units: {part}", found.table(part)) for part in chosen if len(found.table(part))]
+    # Two digits and no numbers of units or seconds: what a terminal of 80 columns has room for.
+    parts_of = {part: found.table(part).round(2).drop(columns=["units", "seconds"], errors="ignore") for part in chosen}
+    shown = [table(f"Known units: {part}", rows) for part, rows in parts_of.items() if len(rows)]
     files = [] if out is None else [f"Everything is in {out / 'truth.json'}."]
     printed.show(found.as_dict(), *shown, found.in_words(), *files)

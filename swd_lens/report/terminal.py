@@ -21,6 +21,7 @@ _SHORT = {
     "max relMSE": "max\nrelMSE",
     "relMSE (calibration)": "relMSE\ncalibration",
     "relMSE (held-out)": "relMSE\nheld-out",
+    **{name: name.replace(" ", "\n") for name in ("unit AUROC", "edge AUROC", "row MMCS")},
 }
 
 

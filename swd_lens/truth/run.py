@@ -133,7 +133,7 @@ class TruthTable(SavedRecord):
             if "SWD" in of.index and len(others):
                 rival = others["F1"].idxmax()
                 numbers = f"F1 {of['F1']['SWD']:.2f}, MMCS {of['MMCS']['SWD']:.2f}"
-                said.append(f"{what}: SWD {numbers}; next best {rival}, {others['F1'][rival]:.2f}.")
+                said.append(f"{what}: SWD {numbers}; best of the others: {rival}, {others['F1'][rival]:.2f}.")
         return " ".join(said)
 
     def title(self) -> str:

@@ -1,6 +1,7 @@
 """swd-lens truth."""
 
 import json
+import re
 
 from tests.cli.commands import run
 
@@ -10,7 +11,8 @@ FEW = ["truth", "--part", "planted", "--case", "plain", "--method", "SVD", "--me
 def test_the_table_and_its_folder(tmp_path):
     result = run(*FEW, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    assert "Known units: planted" in result.stdout and "neurons" in result.stdout
+    assert "Known units: planted" in result.stdout
+    assert re.search(r"│ plain\s+│ neurons\s+│   384 │ 0.\d+ │", result.stdout)  # whole at 80 columns
     assert (tmp_path / "out" / "truth.json").is_file()
     values = json.loads(run(*FEW, "--out", tmp_path / "out", "--json").stdout)
     assert {row["method"] for row in values["rows"]} == {"SVD", "neurons"}
