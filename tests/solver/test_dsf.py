@@ -75,3 +75,10 @@ def test_progress_callback():
     # The alternation sees the Gram's diagonal only; without finalisation its last error is the result's own.
     assert errors[-1] == pytest.approx(factors.relmse(gram.diagonal().diag()), rel=1e-4)
     assert len(errors) == 6 and errors[0] > errors[-1] > 0
+
+
+def test_where_cholesky_fails_the_inverse_is_that_of_lu():
+    normal = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    for arithmetic in ("reference", "clean"):
+        inverse = dsf._inverse(normal, 0.1, DsfSpec(arithmetic=arithmetic))
+        torch.testing.assert_close(inverse @ (normal + 0.1 * torch.eye(2)), torch.eye(2))
