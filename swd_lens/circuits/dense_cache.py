@@ -4,8 +4,8 @@
    bits; of a curve, rows and settings are JSON, which keeps every digit of a float.
 2. In memory, from one replacement to the next for as long as the host stays as it is: `DenseCache`, what the dense host gives on
    prompts. Its margins on a split. What enters the first replaced block, since no replacement that begins there, and no
-   intervention on it, changes that; up to a bound of bytes, prompts beyond it are run anew each time. Which shortcuts agree
-   with plain runs on the split: that is the host's, and the same for every replacement of its kind.
+   intervention on it, changes that, and on text what leaves the last one; up to a bound of bytes, prompts beyond it are run anew
+   each time. Which shortcuts agree with plain runs: that is the host's, and the same for every replacement of its kind.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -100,7 +100,7 @@ T = TypeVar("T")
 class DenseCache:
     """Results of the dense host on prompts, kept for further replacements (point 2 above).
 
-    One object for one host; hooks and weights before the replaced blocks must not change meanwhile.
+    One object for one host, whose hooks and weights must not change meanwhile.
     """
 
     def __init__(self, n_bytes: int = _KEPT_BYTES):
@@ -131,9 +131,21 @@ class DenseCache:
         with torch.no_grad():
             return self._made(("residual", layer), tokens, lambda: host.residual(tokens, layer), lambda residual: residual.nbytes)
 
+    def known_residual(self, tokens: Int[Tensor, "batch pos"], layer: int) -> Float[Tensor, "batch pos d_model"] | None:
+        """What `residual` gave, or `keep_residual` was given; None where that is not kept."""
+        return self._kept.get(_key(("residual", layer), tokens))
+
+    def keep_residual(self, tokens: Int[Tensor, "batch pos"], layer: int, residual: Float[Tensor, "batch pos d_model"]) -> None:
+        """Keep what the caller's own run of the dense host found to enter a block, where there is room."""
+        self._made(("residual", layer), tokens, lambda: residual, lambda residual: residual.nbytes)
+
+    def agreement(self, shortcut: Hashable, tokens: Int[Tensor, "batch pos"], check: Callable[[], bool]) -> bool:
+        """Whether a shortcut agrees with plain runs of the dense host on these tokens, found out once."""
+        return self._made(("agrees", shortcut), tokens, check, lambda _: 0)
+
     def _made(self, key: tuple[Any, ...], tokens: Tensor, make: Callable[[], Any], size: Callable[[Any], int]) -> Any:
-        """Kept, or made now and kept where there is room; by the ids themselves: buckets of prompts are made anew each time."""
-        key = (*key, tuple(tokens.shape), tokens.cpu().numpy().tobytes())
+        """Kept, or made now and kept where there is room."""
+        key = _key(key, tokens)
         if key in self._kept:
             return self._kept[key]
         made = make()
@@ -141,3 +153,8 @@ class DenseCache:
             self._kept[key] = made
             self._room -= size(made)
         return made
+
+
+def _key(key: tuple[Any, ...], tokens: Tensor) -> tuple[Any, ...]:
+    """By the ids themselves: buckets of prompts are made anew each time."""
+    return (*key, tuple(tokens.shape), tokens.cpu().numpy().tobytes())

@@ -188,7 +188,8 @@ def fidelity(
         exclude: "special" (the tokenizer's special tokens, BOS among them) or token ids. Left out are predictions that are read
             at such a token, and predictions of such a token; of errors of outputs, their positions.
         attention_mask: (rows, pos), 0 where `tokens` are padding, which is left out. Padding before a text is moved behind it.
-        dense: what enters the first replaced block is kept there, for further replacements of this host on this text.
+        dense: what enters the first replaced block and what leaves the last block is kept there, for further replacements of this
+            host on this text.
 
     Raises:
         TokenError: bad tokens, rows of a single token, or rows of which no prediction counts.
@@ -303,7 +304,7 @@ class Runs:
     Args:
         units: by name of the replacement.
         alone: the attachment of the only replacement, which is mounted already; None: there are several.
-        kept: what enters the first replaced block is kept there.
+        kept: what enters the first replaced block, and what leaves the last one, is kept there.
         random: names of replacements that draw anew in each run.
     """
 
@@ -328,7 +329,10 @@ class Runs:
         the same in every run (not noise); that warns."""
         few = rows[:1, : max(2, CHUNK_BYTES // (4 * self.host.model.cfg.d_vocab))]
         with self.dense_host():
-            agrees = ends_in_whole_logits(self.host, few, lambda: self.dense(few), shortcut=_STAGES)
+            check = functools.partial(ends_in_whole_logits, self.host, few, lambda: self.dense(few), shortcut=_STAGES)
+            agrees = check() if self.kept is None else self.kept.agreement((_STAGES, *self.first.values()), few, check)
+            if agrees and not self._starts:
+                self.dense(few)  # the replacements below take up there
         for name, of_name in self.units.items():
             if name in self.random:
                 continue
@@ -378,15 +382,22 @@ class Runs:
         """Run the dense host: the last block's output, or the logits of whole runs."""
         if not self.staged:
             return self.host.run(batch)
-        self._starts, start = {}, None
+        self._starts, start, end = {}, None, None
         layers = sorted({*self.first.values(), self.end})
         if self.kept is not None:
             layer = layers.pop(0)
             start = self._starts[layer] = Start(layer, self.kept.residual(self.host, batch, layer))
+            if (end := self.kept.known_residual(batch, self.end)) is not None:
+                # Only as far as the sites go, whose inputs and outputs are looked at.
+                layers[-1] = max(site.layer for site in self.sites) + 1
         for layer in layers:
             start = Start(layer, self.host.residual(batch, layer, start=start))
             self._starts[layer] = start
-        return self._starts[self.end].residual
+        if end is None:
+            end = self._starts[self.end].residual
+            if self.kept is not None:
+                self.kept.keep_residual(batch, self.end, end)
+        return end
 
     def replaced_end(self, batch: Int[Tensor, "batch pos"], name: str) -> Float[Tensor, "batch pos _width"]:
         """Run a replacement that is mounted, after `dense` of these rows; ends as that does."""

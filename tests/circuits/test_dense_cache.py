@@ -32,6 +32,21 @@ def test_what_enters_the_replaced_block_is_kept_from_one_replacement_to_the_next
         fidelity(model, factors, [[1, 200]])
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_the_dense_host_runs_to_its_end_once(model, local):
+    """Later only as far as the replaced matrices, whose inputs and outputs are looked at."""
+    tokens, dense, rows = random_tokens(9, 8), DenseCache(), []
+    for factors in (swd_zero_data(model, FIRST), svd(model, FIRST), swd_zero_data(model, "blocks.0.*")):
+        with block_runs(model, 1) as runs:
+            found = fidelity(model, factors, tokens, dense=dense, local=local, batch_size=4)
+        rows.append(runs.rows)
+        assert found == fidelity(model, factors, tokens, local=local, batch_size=4)
+    # Of block 1 the replacement's own nine, and the one row that is compared with whole runs of it.
+    assert rows[1] == rows[2] == 9 + 2 and rows[0] == 9 + 9 + 4
+    both = fidelity(model, swd_zero_data(model, "mlp_out"), tokens, dense=dense, local=local, batch_size=4)
+    assert both == fidelity(model, swd_zero_data(model, "mlp_out"), tokens, local=local, batch_size=4)
+
+
 def test_replacements_of_the_same_sites_share_what_was_found(model, monkeypatch):
     """One search per split for SWD and SVD of one matrix; another matrix, and a coder, are searched for themselves."""
     searched = []
