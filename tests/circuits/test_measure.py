@@ -37,7 +37,7 @@ def whole_of(task_name: str, n: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["gendered_pronoun", "greater_than"])
 def test_intervals_hold_as_often_as_they_say(task):
-    found = coverage(*whole_of(task, 2000), n=100, draws=600)
+    found = coverage(*whole_of(task, 1200), n=100, draws=600)
     means = found.groupby(found["of"].str.split(" at ").str[0])["coverage"].mean()
     assert means.between(0.925, 0.98).all(), means
 

@@ -22,8 +22,8 @@ import swd_lens as swd
 
 torch.set_num_threads(int(sys.argv[1]))
 model = swd.load_default_model()
-tokens, heldout = swd.text_tokens(4096, split="train"), swd.text_tokens(8192, split="test")
-task = swd.load_task("gendered_pronoun", model, n_train=60, n_test=60)
+tokens, heldout = swd.text_tokens(4096, split="train"), swd.text_tokens(2048, split="test")
+task = swd.load_task("gendered_pronoun", model, n_train=32, n_test=32)
 
 def study(precision):
     how = {"sparsity": 0.75, "tokens": tokens, "preset": "quick", "precision": precision, "progress": False}
