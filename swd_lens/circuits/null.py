@@ -233,12 +233,14 @@ class _Pool:
         most = int(self.edges[self.members].sum())
         if self.stratum is None:
             return self._named(random_set(self.edges, most, generator))
+        # Of each stratum that has any as many units as the circuit has there.
+        strata = list(enumerate(self.members.split(self.stratum)))
+        taken = [(self.stratum * i, len(inside), n) for i, inside in strata if (n := int(inside.sum()))]
         tries = []
         for _ in range(_TRIES):
             drawn = torch.zeros_like(self.members)
-            for start in range(0, len(drawn), self.stratum):  # as many units of each stratum as the circuit has there
-                inside = self.members[start : start + self.stratum]
-                drawn[start + torch.randperm(len(inside), generator=generator)[: int(inside.sum())]] = True
+            for start, size, n in taken:
+                drawn[start + torch.randperm(size, generator=generator)[:n]] = True
             tries.append(drawn)
         return self._named(min(tries, key=lambda drawn: abs(int(self.edges[drawn].sum()) - most)))
 
