@@ -89,7 +89,11 @@ def take(path: Path, patience: float = 0.0, *, make: bool = True) -> Lock:
         except NoLocks:
             lock.forget()
             raise
-        if locked and _is(file, path):
+        stands = locked and sys.platform == "win32"  # where no file is removed that is open
+        if locked and not stands:
+            with suppress(FileNotFoundError):
+                stands = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        if stands:
             return lock
         lock.forget()
         if locked:  # the holder before has removed the file meanwhile: another one may stand there
@@ -108,16 +112,6 @@ def try_lock(file: IO[Any]) -> bool:
             return False
         raise NoLocks(cause.errno, cause.strerror) from cause
     return True
-
-
-def _is(file: IO[Any], path: Path) -> bool:
-    """Whether an open file still stands there; Windows removes none that is open."""
-    if sys.platform == "win32":
-        return True
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 if sys.platform == "win32":

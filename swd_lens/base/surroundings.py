@@ -192,4 +192,4 @@ def claim(model: Any) -> None:
     """Give this host to the marked call that runs, until it ends; outside of one nothing is done. Raises HostInUseError:
     another thread uses it."""
     if (call := _thread.call) is not None:
-        take(model, call.name, call, call.push)
+        take(model, call.name, call.push, call)

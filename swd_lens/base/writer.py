@@ -152,7 +152,15 @@ def _locked(target: Path, lock_file: Path, holder_file: Path, call: str, patienc
     try:
         lock = take(lock_file, patience) if wanted() else Lock()
     except BlockingIOError:
-        raise _in_use(target, lock_file, holder_file) from None
+        try:
+            holder = json.loads(holder_file.read_text(encoding="utf-8"))
+            who = f"{holder['call']} (process {holder['process']} on {holder['machine']}, since {holder['since']})"
+        except (OSError, ValueError, KeyError, TypeError):  # it has not said so yet
+            who = "another call"
+        raise FolderInUseError(
+            f"{target} is written by {who}. Wait for it, end it, or give another folder; the lock of a process that died is "
+            f"free at once. Only if that process ran on another machine and is gone, remove {lock_file}"
+        ) from None
     except NoLocks as cause:
         raise _without_locks(target, cause) from cause
     try:
@@ -170,19 +178,6 @@ def _locked(target: Path, lock_file: Path, holder_file: Path, call: str, patienc
             with suppress(OSError):
                 holder_file.unlink()  # before the lock is free, so that it is never the next holder's
             lock.free()
-
-
-def _in_use(target: Path, lock_file: Path, holder_file: Path) -> Exception:
-    """The error that says who holds the target; nobody is named where the holder has not said so yet."""
-    try:
-        holder = json.loads(holder_file.read_text(encoding="utf-8"))
-        who = f"{holder['call']} (process {holder['process']} on {holder['machine']}, since {holder['since']})"
-    except (OSError, ValueError, KeyError, TypeError):
-        who = "another call"
-    return FolderInUseError(
-        f"{target} is written by {who}. Wait for it, end it, or give another folder; the lock of a process that died is "
-        f"free at once. Only if that process ran on another machine and is gone, remove {lock_file}"
-    )
 
 
 def _without_locks(folder: Path, cause: OSError) -> Exception:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from swd_lens.base.display import card
 from swd_lens.base.errors import AttachError, brief, quoted
-from swd_lens.base.holding import hold
+from swd_lens.base.holding import take
 from swd_lens.base.interrupts import Undo, hold_back_interrupts, joint, unparted
 from swd_lens.base.surroundings import claim, with_torch_defaults
 from swd_lens.hosts import Host, drops_out, host_of
@@ -182,7 +182,7 @@ def attach(model: Any, factors: Any) -> Attachment:
     with attachment._undo.if_broken():
         # 3. The host is this thread's, lists the attachment, and refuses methods that rewrite weights.
         hold_back_interrupts(push)
-        hold(host.model, "attach", push)
+        take(host.model, "attach", push)
         # Have `detach(model)` find an attachment, until its undo.
         own = host.model.__dict__
 
