@@ -296,9 +296,6 @@ def _attached(host: Host) -> list[str]:
     return [site.name for site in (*host.sites(), *host.alternatives()) if host.is_swapped(site)]
 
 
-# ---------------------------------------------------------------------------------------------- probe
-
-
 def probe_tokens(rows: Int[Tensor, "rows pos"] | None, d_vocab: int, n_ctx: int) -> list[int]:
     """Choose a probe's tokens: the first calibration tokens, or seeded random ones without calibration."""
     if rows is not None:

@@ -61,9 +61,6 @@ def is_counted(source: Any) -> bool:
     return all(hasattr(source, name) for name in ("n_units", "edges_per_unit", "valid_units"))
 
 
-# ---------------------------------------------------------------------------------------------- encode / decode
-
-
 @dataclass(frozen=True, repr=False)
 class CoderUnits:
     """Units made by an encode/decode pair, in place of y = dense(h) = h @ W + bias.

@@ -188,8 +188,6 @@ class Factors:
         """||W - AB||_F / ||W||_F."""
         return self.relmse(None, weight) ** 0.5
 
-    # ------------------------------------------------------------------ other
-
     def sparse(self, layout: torch.layout = torch.sparse_coo) -> tuple[Shaped[Tensor, "d_in unit"], Shaped[Tensor, "unit d_out"]]:
         """Read and write factor as sparse tensors of their nonzeros.
 
@@ -287,9 +285,6 @@ class Factors:
 def _weight_mark(weight: Tensor | None) -> TensorSnapshot:
     tensors = {} if weight is None else {"weight": weight}
     return TensorSnapshot((tensors, name) for name in tensors)
-
-
-# ---------------------------------------------------------------------------------------------- many matrices
 
 
 # Plain at run time: a checker of types that looks into a Mapping[str, Factors] would make the Factors of a loaded set.

@@ -266,9 +266,6 @@ def _label(units: Units, name: str, edges: int) -> str:
     return f"{name} ({units.d_in}, {units.d_out}): {units.n_units} units, {edges:,} edges, s={sparsity:.4f}"
 
 
-# ---------------------------------------------------------------------------------------------- sites that did not run
-
-
 class _Begin:
     # Objects, not closures: a deep copy of the host then watches its own projections.
     def __init__(self, projections: Mapping[str, Projection]):

@@ -155,8 +155,6 @@ class UnitSet(Mapping[str, Units]):
             ]
         return heads
 
-    # ------------------------------------------------------------------ whose units these are
-
     @cached_property
     def identities(self) -> dict[str, str]:
         """Site -> a hash of the units' weights, which tells them from others of the same shape ("" where a coder shows none)."""
@@ -209,9 +207,6 @@ def _identity(units: Units) -> str:
         weights = [t for t in getattr(getattr(units, "coder", units), "__dict__", {}).values() if isinstance(t, Tensor)]
     weights = [w.reshape(w.shape[0] if w.ndim else 1, -1) for w in weights if w.is_floating_point()]
     return hashlib.sha256("".join(map(fingerprint, weights)).encode()).hexdigest() if weights else ""
-
-
-# ---------------------------------------------------------------------------------------------- what was given
 
 
 def sources_by_site(given: Any) -> dict[str, Any]:
