@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from swd_lens.base.errors import HostDiffersError, legible, warn
 from swd_lens.base.machine import is_out_of_memory
+from swd_lens.hosts.families import is_bridge
 
 N_TOKENS = 32
 REFUSED, WARNED = 1e-3, 1e-4  # of the largest logit
@@ -100,9 +101,16 @@ class Reference:
         if self.row is None:
             warn(f"{legible(self.name)} was loaded without being compared with transformers' own model: {legible(self.reason)}")
             return
+        from swd_lens.hosts.bridge.running import BridgeRuns  # at its use: slow to import
+
         try:
             with torch.no_grad(), _in_float32(model) if self.exact else nullcontext():
-                logits = _run(model, self.row).float().cpu()
+                if is_bridge(model):  # not by `host_of`: whether its matrices are sites is another question
+                    runs = BridgeRuns()
+                    runs.model = model
+                    logits = runs.run(self.row).float().cpu()
+                else:
+                    logits = model(self.row.to(model.cfg.device)).float().cpu()
         except Exception as cause:
             if is_out_of_memory(cause):  # no reason to take a host of another kind
                 raise
@@ -137,19 +145,6 @@ class Reference:
 
 def _versions() -> str:
     return ", ".join(f"{name} {metadata.version(name)}" for name in ("transformers", "transformer_lens"))
-
-
-def _run(model: Any, row: Int[Tensor, "1 pos"]) -> Float[Tensor, "1 pos vocab"]:
-    from swd_lens.hosts.families import is_bridge
-
-    if not is_bridge(model):
-        return model(row.to(model.cfg.device))
-    # Not `host_of`: whether its matrices are sites is another question.
-    from swd_lens.hosts.bridge.running import BridgeRuns
-
-    runs = BridgeRuns()
-    runs.model = model
-    return runs.run(row)
 
 
 @contextmanager

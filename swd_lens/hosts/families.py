@@ -160,20 +160,9 @@ SCORED_ATTENTION: Mapping[str, ScoredAttention] = {
 }
 
 
-@dataclass(frozen=True)
-class CacheLayer:
-    """A layer of Hugging Face's caches that never writes to the keys and values it keeps. appends: its update is one
-    concatenation along positions, and nothing else."""
-
-    appends: bool = False
-
-
-# By name: which of these classes there are depends on the version of transformers.
-CACHE_LAYERS: Mapping[str, CacheLayer] = {
-    "DynamicLayer": CacheLayer(appends=True),
-    "DynamicSlidingWindowLayer": CacheLayer(),
-    "LinearAttentionLayer": CacheLayer(),
-}
+# Layers of Hugging Face's caches that never write to the keys and values they keep, by name (which of them there are depends on
+# the version of transformers) -> whether their update is one concatenation along positions, and nothing else.
+CACHE_LAYERS: Mapping[str, bool] = {"DynamicLayer": True, "DynamicSlidingWindowLayer": False, "LinearAttentionLayer": False}
 
 
 # What a module calls the rate of a dropout that is a function, not an nn.Dropout (Llama's and Qwen's attention).
@@ -207,16 +196,12 @@ class Facts:
 
 def is_bridge(model: Any) -> bool:
     """Whether the model is a TransformerBridge."""
-    return "TransformerBridge" in _class_names(model)
+    return any(cls.__name__ == "TransformerBridge" for cls in type(model).__mro__)
 
 
 def is_hooked(model: Any) -> bool:
     """Whether the model is a HookedTransformer (transformer_lens 3.9; 4.x has none to ask isinstance of)."""
-    return "HookedTransformer" in _class_names(model)
-
-
-def _class_names(model: Any) -> set[str]:
-    return {cls.__name__ for cls in type(model).__mro__}
+    return any(cls.__name__ == "HookedTransformer" for cls in type(model).__mro__)
 
 
 def facts_of(model: Any) -> Facts:

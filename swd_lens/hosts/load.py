@@ -139,7 +139,7 @@ class _Loading:
         from transformer_lens.model_bridge import TransformerBridge
 
         where: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "device_map": self.device_map}
-        reference = self._reference()
+        reference = Reference(self.label or self.name) if self.check else None
         where["model_class"] = _Seen(reference)
         model = TransformerBridge.boot_transformers(self.name, **where)
         if self.label is not None:
@@ -157,7 +157,8 @@ class _Loading:
 
         from swd_lens.hosts.hooked.layout import lay_out
 
-        config, reference = _config(self.name, self.folder, self.device, self.dtype), self._reference()
+        config = _config(self.name, self.folder, self.device, self.dtype)
+        reference = Reference(self.label or self.name) if self.check else None
         # transformers' own model, where HookedTransformer would load it as it is loaded here; else None. Eager attention is what
         # hosts compute, to the order of its sums.
         network: Any = None
@@ -187,9 +188,6 @@ class _Loading:
         if reference is not None:
             reference.require(model, "HookedTransformer", other)
         return model
-
-    def _reference(self) -> Reference | None:
-        return Reference(self.label or self.name) if self.check else None
 
 
 class _Seen:

@@ -275,9 +275,6 @@ def matches(site: Site, pattern: str) -> bool:
     return pattern == "all" or any(fnmatchcase(name, each) for name in names for each in patterns)
 
 
-# ---------------------------------------------------------------------------------------------- ends
-
-
 @dataclass(frozen=True)
 class Span:
     """Coordinates start .. start + size - 1 of one end, such as a head; named by coordinate where the size is the whole."""

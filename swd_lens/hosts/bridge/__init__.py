@@ -234,9 +234,6 @@ class BridgeHost(BridgeRuns, BridgeNorms):
         mount(leaves, mounted, site.name, rows)
 
 
-# ---------------------------------------------------------------------------------------------- helpers
-
-
 class _StackedWeights(Shadow):
     """Stand in for `_stack_block_params`: refuse where a matrix is attached, whose layer upstream would leave out."""
 

@@ -89,7 +89,7 @@ def _update_repeated(layer: Any, new_keys: Tensor, new_values: Tensor, *args: An
     """The first update of repeated keys and values; any further one is the layer's own."""
     keys, values, times = layer.unit_kept
     del layer.update
-    if CACHE_LAYERS[type(layer).__name__].appends:
+    if CACHE_LAYERS[type(layer).__name__]:
         # What its update does, in one copy instead of two.
         layer.keys, layer.values = appended(keys, new_keys, times, -2), appended(values, new_values, times, -2)
         return layer.keys, layer.values

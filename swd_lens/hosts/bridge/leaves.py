@@ -39,8 +39,6 @@ from transformers.pytorch_utils import Conv1D
 from swd_lens.hosts.bridge.experts import ExpertMatrix, matrices_of, stack_in
 from swd_lens.hosts.sites import PACKED, BlockShapes
 
-# ---------------------------------------------------------------------------------------------- batch and positions
-
 
 class Rows:
     """Batch and positions of what a block runs on, noted when it is entered: a pre-hook of the block.
@@ -68,9 +66,6 @@ class Rows:
         """With batch and positions each in its axis; h itself, where the block has not made one axis of them."""
         is_flat = h.ndim == 2 and len(self.shape) == 2 and h.shape[0] == self.shape[0] * self.shape[1]
         return h.unflatten(0, self.shape) if is_flat else h
-
-
-# ---------------------------------------------------------------------------------------------- one leaf
 
 
 def _with_projection(plain: Any, name: str) -> type:
@@ -112,7 +107,7 @@ _MOUNTED: dict[type, type] = {nn.Linear: FactoredLinear, Conv1D: FactoredConv1D}
 def _dense(leaf: Any, h: Tensor) -> Tensor:
     """Compute the leaf's dense product; its own forward would ask for `.weight`."""
     if isinstance(leaf, ExpertMatrix):
-        return leaf.dense(h)
+        return ExpertMatrix.forward(leaf, h)
     weight, bias = leaf._parameters["weight"], leaf._parameters["bias"]
     if isinstance(leaf, nn.Linear):
         return F.linear(h, weight, bias)
@@ -183,9 +178,6 @@ def unmount(modules: Sequence[nn.Module], projection: nn.Module) -> None:
         module._modules.pop("unit_projection", None)
 
 
-# ---------------------------------------------------------------------------------------------- q, k, v together
-
-
 class Packed(nn.Module):
     """One projection for the leaves q, k, v: h, and the biases of the three -> the outputs of the three, side by side.
 
@@ -205,9 +197,6 @@ class Packed(nn.Module):
         self.h: Tensor | None = None
         self.slices: dict[int, Tensor] = {}
 
-    def _drop(self) -> None:
-        self.h, self.slices = None, {}
-
     def take(self, part: int, h: Tensor) -> Tensor:
         if self.h is None or part not in self.slices:
             biases = [leaf.bias for leaf in self.leaves]
@@ -219,7 +208,7 @@ class Packed(nn.Module):
             self.h, self.slices = h, dict(enumerate(y.split(self.widths, dim=-1)))
         elif h is not self.h and not torch.equal(h, self.h):
             # Backward hooks upstream copy the tensor, so equal values are enough.
-            self._drop()
+            self.h, self.slices = None, {}
             raise RuntimeError(
                 f"{mounted_site(self.leaves[0])} is attached: q, k and v are one projection of one input, but "
                 f"{'qkv'[part]} got another input than the parts before it. Attach attn_q, attn_k and attn_v instead to "
@@ -227,7 +216,7 @@ class Packed(nn.Module):
             )
         taken = self.slices.pop(part)
         if not self.slices:
-            self._drop()
+            self.h = None
         return taken
 
 
@@ -337,21 +326,16 @@ def arguments_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
     return tuple(inspect.signature(function).parameters.values())
 
 
-def _leaves_of(component: GeneralizedComponent) -> dict[str, nn.Module]:
+def _leaves_of(component: Any) -> dict[str, nn.Module]:
+    """The leaves of a component whose parts have a kind, by kind; none where one that it needs is missing."""
+    module, kinds, needed = component, {}, set[str]()
     if isinstance(component, GatedDeltaNetBridge):
         # Not wrapped by the bridge: the projections are the Hugging Face module's own.
-        module: Any = component._modules["_original_component"]
-        return _leaves_under(module, _LINEAR_ATTENTION)
-    if isinstance(component, AttentionBridge):
-        leaves = _leaves_under(component, _ATTENTION)
-        return leaves if len(leaves) == len(_ATTENTION) else {}
-    if isinstance(component, MLPBridge):
-        leaves = _leaves_under(component, _MLP)
-        return leaves if {"mlp_in", "mlp_out"} <= leaves.keys() else {}
-    return {}
-
-
-def _leaves_under(module: nn.Module, kinds: dict[str, str]) -> dict[str, nn.Module]:
+        module, kinds = component._modules["_original_component"], _LINEAR_ATTENTION
+    elif isinstance(component, AttentionBridge):
+        kinds, needed = _ATTENTION, set(_ATTENTION.values())
+    elif isinstance(component, MLPBridge):
+        kinds, needed = _MLP, {"mlp_in", "mlp_out"}
     leaves: dict[str, nn.Module] = {}
     for name, kind in kinds.items():
         child = module._modules.get(name)
@@ -359,4 +343,4 @@ def _leaves_under(module: nn.Module, kinds: dict[str, str]) -> dict[str, nn.Modu
             wraps = isinstance(child, LinearBridge | Conv1DBridge)
             inner = child._modules.get("_original_component") if wraps else None
             leaves[kind] = child if inner is None else inner
-    return leaves
+    return leaves if needed <= leaves.keys() else {}

@@ -146,17 +146,15 @@ def load_model_folder(
     missing = [name for name in shape.stored_names() if name not in state]
     if missing:
         raise ValueError(f"{legible(folder)}/model.safetensors lacks {legible(', '.join(missing))}; train it again")
-    load = _bridge if kind == "bridge" or (kind == "auto" and not has_hooked_transformer()) else _hooked
-    return load(shape, state, tokenizer, str(device or "cpu"), dtype).eval()
+    device = str(device or "cpu")
+    if kind == "bridge" or (kind == "auto" and not has_hooked_transformer()):
+        from transformer_lens.model_bridge import TransformerBridge
 
-
-def _read(folder: Path, dtype: torch.dtype) -> tuple[Shape, dict[str, Tensor], PreTrainedTokenizerBase]:
-    shape = Shape(**json.loads((folder / "config.json").read_text()))
-    state = {name: value.to(dtype) for name, value in load_file(folder / "model.safetensors").items()}
-    return shape, state, load_tokenizer(folder)
-
-
-def _hooked(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str, dtype: torch.dtype) -> Any:
+        gpt2 = _gpt2(shape, state, tokenizer, device, dtype)
+        model: Any = TransformerBridge.boot_transformers(_NAME, hf_model=gpt2, tokenizer=tokenizer, device=device, dtype=dtype)
+        model.tokenizer.padding_side = "left"
+        model.cfg.default_prepend_bos = True
+        return model.eval()
     require_hooked_transformer(ImportError)
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
@@ -166,18 +164,13 @@ def _hooked(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str,
     state["unembed.b_U"] = torch.zeros(shape.d_vocab, dtype=dtype)
     # Not strict: TransformerLens keeps its causal mask as a buffer, which no file holds.
     model.load_state_dict(state, strict=False)
-    return model
+    return model.eval()
 
 
-def _bridge(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str, dtype: torch.dtype) -> Any:
-    from transformer_lens.model_bridge import TransformerBridge
-
-    gpt2 = _gpt2(shape, state, tokenizer, device, dtype)
-    name = shape.hooked_config()["model_name"]
-    model = TransformerBridge.boot_transformers(name, hf_model=gpt2, tokenizer=tokenizer, device=device, dtype=dtype)
-    model.tokenizer.padding_side = "left"
-    model.cfg.default_prepend_bos = True
-    return model
+def _read(folder: Path, dtype: torch.dtype) -> tuple[Shape, dict[str, Tensor], PreTrainedTokenizerBase]:
+    shape = Shape(**json.loads((folder / "config.json").read_text()))
+    state = {name: value.to(dtype) for name, value in load_file(folder / "model.safetensors").items()}
+    return shape, state, load_tokenizer(folder)
 
 
 def _gpt2(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str, dtype: torch.dtype) -> Any:

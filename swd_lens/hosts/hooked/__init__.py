@@ -266,8 +266,5 @@ class HookedTransformerHost(HookedRuns, Host):
         return getattr(self.model.blocks[site.layer], "attn" if site.kind.startswith("attn") else "mlp")
 
 
-# ---------------------------------------------------------------------------------------------- parts
-
-
 def _flat(weight: Float[Tensor, "head d_in d_head"]) -> Float[Tensor, "d_in d_out"]:
     return einops.rearrange(weight, "head d_in d_head -> d_in (head d_head)")
