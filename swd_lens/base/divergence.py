@@ -84,8 +84,7 @@ class DensePredictions:
         tokens: the rows.
         buffers: of several calls; None: of this one. The log-probabilities lie in them until the next dense predictions do.
 
-    Raises:
-        ValueError: a cross-entropy is not finite.
+    Raises ValueError: a cross-entropy is not finite.
     """
 
     def __init__(

@@ -52,18 +52,11 @@ class PlainRecord:
 
     @classmethod
     def from_dict(cls: type[AnyRecord], values: Any) -> AnyRecord:
-        """Build the record that `as_dict` gave, also after JSON.
-
-        Raises:
-            ValueError: a field is missing or of another kind; the message names it.
-        """
+        """Build the record that `as_dict` gave, also after JSON. Raises ValueError: a field is missing or of another kind; the
+        message names it."""
         if not isinstance(values, Mapping):
             raise ValueError(f"not the values of a {cls.__name__}: {type(values).__name__} in place of named fields")
-        try:
-            return _CONVERTER.structure(values, cls)
-        except Exception as cause:
-            reason = "; ".join(cattrs.transform_error(cause, "$", _reason))
-            raise ValueError(f"not the values of a {cls.__name__}: {legible(reason)}") from cause
+        return _structured(cls.__name__, values, cls, "$")
 
 
 class Record(PlainRecord):
@@ -154,11 +147,7 @@ def checked(record: str, values: Any, kinds: Mapping[str, Any], *, optional: boo
             continue
         if name not in own:
             raise ValueError(f"not the values of a {record}: {legible(name)} is missing")
-        try:
-            own[name] = _CONVERTER.structure(own[name], kind)
-        except Exception as cause:
-            reason = "; ".join(cattrs.transform_error(cause, name, _reason))
-            raise ValueError(f"not the values of a {record}: {legible(reason)}") from cause
+        own[name] = _structured(record, own[name], kind, name)
     return own
 
 
@@ -168,10 +157,17 @@ def require_equal(record: str, name: str, value: Any, expected: Any) -> None:
         raise ValueError(f"not the values of a {record}: {legible(f'{name} {value} instead of {expected}')}")
 
 
-def _reason(error: BaseException, kind: Any) -> str:
-    """Describe what is wrong with a value; a record's own checks are quoted word for word."""
-    own = kind is None and isinstance(error, ValueError)
-    return str(error) if own else cattrs.v.format_exception(error, kind)
+def _structured(record: str, value: Any, kind: Any, at: str) -> Any:
+    """Make a value of its type. Raises ValueError: what is wrong, and where; a record's own checks are quoted word for word."""
+
+    def described(error: BaseException, kind: Any) -> str:
+        return str(error) if kind is None and isinstance(error, ValueError) else cattrs.v.format_exception(error, kind)
+
+    try:
+        return _CONVERTER.structure(value, kind)
+    except Exception as cause:
+        reason = "; ".join(cattrs.transform_error(cause, at, described))
+        raise ValueError(f"not the values of a {record}: {legible(reason)}") from cause
 
 
 def column(name: str) -> str:

@@ -114,8 +114,7 @@ class StepCache:
         settings, growing: see `CallFile`.
         overwrite: remove what another call, or this one, has finished there.
 
-    Raises:
-        ResumeError: the folder holds steps of another call, or damaged ones.
+    Raises ResumeError: the folder holds steps of another call, or damaged ones.
     """
 
     def __init__(

@@ -103,6 +103,7 @@ class Reference:
             return
         from swd_lens.hosts.bridge.running import BridgeRuns  # at its use: slow to import
 
+        versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("transformers", "transformer_lens"))
         try:
             with torch.no_grad(), _in_float32(model) if self.exact else nullcontext():
                 if is_bridge(model):  # not by `host_of`: whether its matrices are sites is another question
@@ -117,7 +118,7 @@ class Reference:
             its_cause = f"{type(cause).__name__}: {cause}"
             raise HostDiffersError(
                 f"transformers' own model of {self.name} runs on a row of tokens, and this {kind} does not ({its_cause}; "
-                f"{_versions()}). check=False loads it all the same"
+                f"{versions}). check=False loads it all the same"
             ) from cause
         # The largest difference over the largest logit, and its position. Vocabularies may be padded.
         n_words = min(logits.shape[-1], self.logits.shape[-1])
@@ -132,7 +133,7 @@ class Reference:
         found = (
             f"this {kind} of {legible(self.name)} gives other logits than transformers' own model of the same checkpoint: by "
             f"up to {difference:.2g} of the largest, at position {position} of a row of {self.row.shape[1]} tokens "
-            f"({_versions()})"
+            f"({versions})"
         )
         if not difference <= refused:  # nor where it is NaN
             advice = "Another version of transformer_lens may agree" if other is None else f'Try kind="{other}"'
@@ -141,10 +142,6 @@ class Reference:
             )
         if difference > warned:
             warn(f"{found}, which is more than rounding makes")
-
-
-def _versions() -> str:
-    return ", ".join(f"{name} {metadata.version(name)}" for name in ("transformers", "transformer_lens"))
 
 
 @contextmanager

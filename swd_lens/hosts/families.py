@@ -65,13 +65,7 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM"),
         blocks=("model.layers", "model.language_model.layers"),
-        modules={
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_o": "self_attn.o_proj",
-            **_LLAMA_MLP,
-        },
+        modules={**{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkvo"}, **_LLAMA_MLP},
     ),
     # Three layers in four are linear attention (a gated delta net).
     "qwen3_5": Family(
@@ -142,9 +136,6 @@ def require_hooked_transformer(error: type[Exception]) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------- parts
-
-
 @dataclass(frozen=True)
 class ScoredAttention:
     """An attention component of bridges whose forward is transformer_lens' own; others leave it to transformers."""
@@ -168,8 +159,6 @@ CACHE_LAYERS: Mapping[str, bool] = {"DynamicLayer": True, "DynamicSlidingWindowL
 # What a module calls the rate of a dropout that is a function, not an nn.Dropout (Llama's and Qwen's attention).
 DROPOUT_RATES = ("attention_dropout", "dropout", "dropout_p", "hidden_dropout", "activation_dropout")
 
-
-# ---------------------------------------------------------------------------------------------- facts
 
 POSITIONS: Mapping[str, Positions] = {"standard": "learned", "rotary": "rotary", "alibi": "alibi", "none": "none"}
 # Activation functions that mix neurons: their derivative is no slope per neuron.

@@ -95,16 +95,15 @@ def load_host(
     if folder is None and (file := gguf_file(name)) is not None:
         folder, label = dequantized(file, precision)
         name = str(folder)
-    if folder is not None and not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{legible(folder)} has no config.json; give a Hugging Face checkpoint folder (save_pretrained writes one)"
-        )
     if folder is not None:
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                f"{legible(folder)} has no config.json; give a Hugging Face checkpoint folder (save_pretrained writes one)"
+            )
         require_language_model(str(folder), folder.resolve().name)
-    if folder is not None and (folder / adapters.CONFIG).is_file():
-        folder, label = adapters.merged(folder, precision)
-        name = str(folder)
-    if folder is not None:
+        if (folder / adapters.CONFIG).is_file():
+            folder, label = adapters.merged(folder, precision)
+            name = str(folder)
         label = label or folder.resolve().name
     model = _Loading(name, folder, label, device, precision, device_map, check).load(kind)
     if getattr(model, "tokenizer", None) is not None:
@@ -155,7 +154,7 @@ class _Loading:
         from transformer_lens import loading_from_pretrained as loading
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from swd_lens.hosts.hooked.layout import lay_out
+        from swd_lens.hosts.hooked.components import lay_out
 
         config = _config(self.name, self.folder, self.device, self.dtype)
         reference = Reference(self.label or self.name) if self.check else None

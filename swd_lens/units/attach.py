@@ -32,10 +32,11 @@ from swd_lens.base.errors import AttachError, brief, quoted
 from swd_lens.base.holding import take
 from swd_lens.base.interrupts import Undo, hold_back_interrupts, joint, unparted
 from swd_lens.base.surroundings import claim, with_torch_defaults
-from swd_lens.hosts import Host, drops_out, host_of
+from swd_lens.hosts import Host, host_of
+from swd_lens.hosts.host import STANDING, drops_out
 from swd_lens.hosts.recording import record
 from swd_lens.hosts.sites import Site, overlapping
-from swd_lens.hosts.weights import keep_watch
+from swd_lens.hosts.weights import listed_in
 from swd_lens.units.cache import cover_helpers
 from swd_lens.units.integrity import Probe
 from swd_lens.units.match import check_units, dtype_of
@@ -183,17 +184,7 @@ def attach(model: Any, factors: Any) -> Attachment:
         # 3. The host is this thread's, lists the attachment, and refuses methods that rewrite weights.
         hold_back_interrupts(push)
         take(host.model, "attach", push)
-        # Have `detach(model)` find an attachment, until its undo.
-        own = host.model.__dict__
-
-        def forget() -> None:
-            listed = own.get(_STANDING, _Listed())
-            listed[:] = [other for other in listed if other is not attachment]
-            if not listed:
-                own.pop(_STANDING, None)
-
-        attachment._undo.push(forget)
-        own.setdefault(_STANDING, _Listed()).append(attachment)
+        listed_in(host.model, _STANDING, attachment, push, _Listed)
         host.guard(_WHILE_ATTACHED, push)
         # 4. Swap each site's dense product for a projection.
         of_layer: dict[int, dict[str, Projection]] = {}
@@ -205,7 +196,7 @@ def attach(model: Any, factors: Any) -> Attachment:
             hook.train(block.training)
             host.swap(site, projection, hook, push)
             projection.watch = Watch(host, site, units[site.name])
-            keep_watch(host.model, projection.watch, push)
+            listed_in(host.model, STANDING, projection.watch, push)
             attachment._projections[site.name] = of_layer.setdefault(site.layer, {})[site.name] = projection
         # 5. Tell TransformerLens' own helpers, and see to it that sites that do not run are reported.
         cover_helpers(host.model, attachment._projections, push)

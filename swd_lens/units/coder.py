@@ -91,8 +91,6 @@ class CoderUnits:
             for name in ("edges_per_unit", "valid_units"):
                 self._own(name)
 
-    # ------------------------------------------------------------------ running
-
     @property
     def d_read(self) -> int:
         """The width of what encode takes."""
@@ -139,8 +137,6 @@ class CoderUnits:
                 f"{self.name} is on {device}, the host computes on {x.device}; move it first: coder.to({quoted(str(x.device))})"
             )
         return function(x.to(dtype or x.dtype)).to(x.dtype)
-
-    # ------------------------------------------------------------------ counts
 
     @property
     def edges_per_unit(self) -> Int[Tensor, " unit"]:

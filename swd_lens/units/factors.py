@@ -107,8 +107,6 @@ class Factors:
         if self.mark.changed():
             raise AttachError(f"{site or self.provenance.get('site', 'these factors')}: {EDITED}")
 
-    # ------------------------------------------------------------------ sizes and counts
-
     @property
     def d_in(self) -> int:
         return self.read.shape[0]
@@ -147,8 +145,6 @@ class Factors:
     def sparsity(self) -> float:
         """s = 1 - K / numel(W)."""
         return 1.0 - self.edges / (self.d_in * self.d_out)
-
-    # ------------------------------------------------------------------ errors
 
     def product(self) -> Float[Tensor, "d_in d_out"]:
         """read @ write, dense."""
@@ -510,8 +506,6 @@ class FactorSet(OnHub, _SetBase):
         ask = "relMSE is each matrix's own. CE ± se and KL of the set: swd.fidelity(model, factors, heldout_tokens)."
         unmeasured = None if self.provenance.get("goal") else ask
         return card(self._counted(), self.table(), unmeasured, settings, folded_settings(self.provenance, "provenance"))
-
-    # ------------------------------------------------------------------ files
 
     def save(self, folder: str | Path) -> Path:
         """Write the set into the folder (made if need be), in place of a set that is there; 8 bytes per edge.

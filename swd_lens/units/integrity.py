@@ -158,21 +158,11 @@ def fingerprint(weight: Dense) -> str:
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------- named tensors
-
 _PARTS = {"origin": Origin, "offsets": Offsets, "probe": Probe}
 _OPTIONAL = {"origin.scale", "origin.shift", "origin.shifted"}
 _INDICES = {"probe.units", "probe.outputs"}
-_LENGTHS = {
-    "origin.scale": "d_in",
-    "origin.shift": "d_in",
-    "origin.shifted": "d_out",
-    "origin.right": "d_in",
-    "origin.left": "d_out",
-    "offsets.unit": "units",
-    "offsets.out": "d_out",
-    "probe.input": "d_in",
-}
+_LENGTHS = dict.fromkeys(("origin.scale", "origin.shift", "origin.right", "probe.input"), "d_in")
+_LENGTHS |= dict.fromkeys(("origin.shifted", "origin.left", "offsets.out"), "d_out") | {"offsets.unit": "units"}
 
 
 def to_tensors(origin: Origin | None, offsets: Offsets | None, probe: Probe | None) -> dict[str, Tensor]:

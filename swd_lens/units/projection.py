@@ -39,13 +39,8 @@ from swd_lens.units.match import same_weights
 
 
 class Watch:
-    """Whether the matrix and the factors of one attached site are still those that were attached.
-
-    Also in a deep copy of the host, with its own matrix and factors.
-
-    Attributes:
-        reported: whether an error has said that something was changed.
-    """
+    """Whether the matrix and the factors of one attached site are still those that were attached; also in a deep copy of the
+    host, with its own matrix and factors. reported: an error has said that something was changed."""
 
     def __init__(self, host: Host, site: Site, units: Units):
         self.site, self.provenance = site, units.provenance

@@ -69,8 +69,7 @@ class Packer:
         tokenizer: the embedded model's tokenizer.
         split: whose content the task documents have.
 
-    Raises:
-        ValueError: on a text with a word outside the vocabulary (the corpus and the tokenizer do not fit).
+    Raises ValueError: on a text with a word outside the vocabulary (the corpus and the tokenizer do not fit).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, split: str = "train"):

@@ -60,8 +60,6 @@ class HookedTransformerHost(HookedRuns, Host):
                     'such parts out: load_host(name, kind="bridge")'
                 )
 
-    # ------------------------------------------------------------------ sites and weights
-
     def blocks(self) -> tuple[BlockShapes, ...]:
         cfg = self.model.cfg
         widths = {kind: matrices(self.model.blocks[0].attn, part)[1].numel() for kind, part in _PARTS.items()}
@@ -130,8 +128,6 @@ class HookedTransformerHost(HookedRuns, Host):
             "fold_value_biases": not any(bool(matrices(block.attn, "V")[1].any()) for block in self.model.blocks),
         }
 
-    # ------------------------------------------------------------------ reading
-
     def watch_input(self, site: Site, use: Use, register: Register) -> None:
         block = self.model.blocks[site.layer]
         # hook_normalized sits before LayerNorm's weight and bias, so the module's own argument is the true input.
@@ -182,26 +178,14 @@ class HookedTransformerHost(HookedRuns, Host):
         weight, bias = getattr(norm, "w", None), getattr(norm, "b", None)
         return Affine(*(None if t is None else t.detach().float() for t in (weight, bias)))
 
-    # ------------------------------------------------------------------ swapping
-
     def is_swapped(self, site: Site) -> bool:
         return site.kind in getattr(self._module(site), "unit_projections", ())
 
     def fuse_attention(self, register: Register) -> bool:
-        covered = self._cover_attention(register, whole=True)
-        if covered:
-            fused.cover_unembedding(self.model.unembed, register)
-        return covered
+        return fused.cover(self.model, register, whole=True)
 
     def share_prefix(self, register: Register) -> bool:
-        return self._cover_attention(register, whole=False)
-
-    def _cover_attention(self, register: Register, whole: bool) -> bool:
-        """Cover the layers whose attention can be computed fused; False where none can."""
-        attentions = [block.attn for block in self.model.blocks if fused.can_fuse(block.attn)]
-        for attn in attentions:
-            fused.cover(attn, register, whole)
-        return bool(attentions)
+        return fused.cover(self.model, register, whole=False)
 
     def guard(self, reason: str, register: Register) -> None:
         model = self.model
