@@ -52,7 +52,7 @@ class Lock:
         if self._file is not None:
             if unlock:
                 with suppress(OSError):
-                    _unlock(self._file)
+                    _lock(self._file, free=True)
             self._file.close()
 
     def _remove(self) -> None:
@@ -117,20 +117,14 @@ def try_lock(file: IO[Any]) -> bool:
 if sys.platform == "win32":
     import msvcrt
 
-    def _lock(file: IO[Any]) -> None:
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-
-    def _unlock(file: IO[Any]) -> None:
-        msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)
+    def _lock(file: IO[Any], free: bool = False) -> None:
+        msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK if free else msvcrt.LK_NBLCK, 1)
 
 else:
     import fcntl
 
-    def _lock(file: IO[Any]) -> None:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def _unlock(file: IO[Any]) -> None:
-        fcntl.flock(file, fcntl.LOCK_UN)
+    def _lock(file: IO[Any], free: bool = False) -> None:
+        fcntl.flock(file, fcntl.LOCK_UN if free else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _forget_all() -> None:
         for lock in list(_locks):

@@ -209,20 +209,16 @@ def _converter() -> cattrs.Converter:
         read = torch.tensor(_with_nan(value))
         return read.float() if read.is_floating_point() else read
 
-    def is_plain_union(kind: Any) -> bool:
-        return get_origin(kind) in (Union, types.UnionType) and set(get_args(kind)) <= set(_PLAIN)
-
-    def is_tensor(kind: Any) -> bool:  # also one annotated with its shape by jaxtyping
-        return kind is Tensor or getattr(kind, "array_type", None) is Tensor
-
     def is_record(kind: Any) -> bool:
         return isinstance(kind, type) and issubclass(kind, PlainRecord)
 
     for kind in (int, str, bool):
         converter.register_structure_hook(kind, exactly)
     converter.register_structure_hook(float, number)
-    converter.register_structure_hook_func(is_plain_union, one_of_plain)
-    converter.register_structure_hook_func(is_tensor, tensor)
+    unions = (Union, types.UnionType)
+    converter.register_structure_hook_func(lambda k: get_origin(k) in unions and set(get_args(k)) <= set(_PLAIN), one_of_plain)
+    # Also a tensor annotated with its shape by jaxtyping.
+    converter.register_structure_hook_func(lambda k: k is Tensor or getattr(k, "array_type", None) is Tensor, tensor)
     converter.register_structure_hook(pd.DataFrame, lambda rows, _: pd.DataFrame(rows))
     converter.register_structure_hook_factory(is_record, lambda kind: make_dict_structure_fn(kind, converter))
     converter.register_unstructure_hook_func(lambda kind: isinstance(kind, type) and issubclass(kind, Tensor), Tensor.tolist)

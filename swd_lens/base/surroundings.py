@@ -61,8 +61,9 @@ def with_torch_defaults(marked: Marked) -> Marked:
     if isinstance(marked, type):
         for name, member in list(vars(marked).items()):
             if not name.startswith("_") or name in _OPERATORS:
-                if isinstance(member, FunctionType) and not _is_generator(member) and not is_marked(member):
-                    setattr(marked, name, with_torch_defaults(member))
+                if isinstance(member, FunctionType) and not is_marked(member):
+                    if not inspect.isgeneratorfunction(inspect.unwrap(member)):  # nor a context manager that is written as one
+                        setattr(marked, name, with_torch_defaults(member))
                 elif isinstance(member, classmethod | staticmethod) and not is_marked(member.__func__):
                     setattr(marked, name, type(member)(with_torch_defaults(member.__func__)))
                 elif isinstance(member, property) and member.fget is not None and not is_marked(member.fget):
@@ -70,7 +71,7 @@ def with_torch_defaults(marked: Marked) -> Marked:
                 elif isinstance(member, functools.cached_property) and not is_marked(member.func):
                     member.func = with_torch_defaults(member.func)
         return marked
-    assert callable(marked) and not _is_generator(marked)
+    assert callable(marked) and not inspect.isgeneratorfunction(inspect.unwrap(marked))
     function: Callable[..., Any] = marked
 
     @functools.wraps(function)
@@ -92,11 +93,6 @@ def with_torch_defaults(marked: Marked) -> Marked:
 def is_marked(function: Any) -> bool:
     """Whether a function is marked; a generator, or what is no function, is not."""
     return getattr(function, "with_torch_defaults", False) is True
-
-
-def _is_generator(function: Any) -> bool:
-    """Also of a context manager that is written as one."""
-    return inspect.isgeneratorfunction(inspect.unwrap(function))
 
 
 class _Call(Undo):

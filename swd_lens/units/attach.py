@@ -130,7 +130,7 @@ class Attachment:
 
     def __str__(self) -> str:
         lines = [f"{site.hook_name}: {self.factors[site.name]!r}" for site in self.sites]
-        return "\n  ".join([f"Attachment ({self._state()})", *lines])
+        return "\n  ".join([f"Attachment ({'attached' if self.attached else 'detached'})", *lines])
 
     def __repr__(self) -> str:
         return brief(str(self))
@@ -142,10 +142,8 @@ class Attachment:
             "replaces": [site.name for site in self.sites],
             "shape": [f"({site.d_in}, {site.d_out})" for site in self.sites],
         }
-        return card(f"Attachment of {len(self.sites)} sites, {self._state()}", pd.DataFrame(columns))
-
-    def _state(self) -> str:
-        return "attached" if self.attached else "detached"
+        state = "attached" if self.attached else "detached"
+        return card(f"Attachment of {len(self.sites)} sites, {state}", pd.DataFrame(columns))
 
 
 @with_torch_defaults

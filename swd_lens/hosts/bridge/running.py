@@ -147,7 +147,7 @@ class BridgeRuns:
     def run(self, tokens: Int[Tensor, "batch pos"], **how: Any) -> Any:
         device = self.model.cfg.device
         mask = how.pop("attention_mask", torch.ones_like(tokens))
-        if self._has_linear_attention():
+        if any("linear_attn" in block._modules for block in self.model.blocks):
             # Without a cache 3.9 recomputes the layer itself and asks Hugging Face's module for causal_conv1d_fn
             # (gated_delta_net.py:180), which transformers 5.15 moved out of it.
             how.setdefault("use_cache", True)
@@ -252,9 +252,6 @@ class BridgeRuns:
         cache = to_run_on(prefix, first)
         return self.run(tokens[:, -1:], attention_mask=torch.ones_like(tokens), past_key_values=cache)
 
-    def _has_linear_attention(self) -> bool:
-        return any("linear_attn" in block._modules for block in self.model.blocks)
-
     def _accepts(self, argument: str) -> bool:
         return argument in {p.name for p in arguments_of(type(self.model.original_model).forward)}
 
@@ -264,7 +261,8 @@ class BridgeRuns:
 
     def _without_cache(self) -> dict[str, bool]:
         """Keep no keys and values that nobody asks for; where nothing is said, Hugging Face keeps them."""
-        return {"use_cache": False} if self._keeps_cache() and not self._has_linear_attention() else {}
+        linear = any("linear_attn" in block._modules for block in self.model.blocks)  # see `run`
+        return {"use_cache": False} if self._keeps_cache() and not linear else {}
 
     def _keeps_cache(self) -> bool:
         return facts_of(self.model).reads_out and self._accepts("past_key_values")
