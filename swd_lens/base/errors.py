@@ -11,8 +11,7 @@
 3. The classes below show their whole message so. In a message of one of Python's own classes, text from outside stands in
    `legible(...)`; anywhere, a value that is quoted stands in `quoted(...)`, which keeps the two ends of a long text.
 4. `errors_seen` marks a function that hands names on to other libraries: in what these raise, everything is seen, too.
-5. `seen` makes a `__repr__` show its text so; of every Record it does by itself. `brief` is its first lines;
-   `print` shows all.
+5. `seen` makes a `__repr__` show its text so; of every Record it does by itself. `brief` is its first lines; `print` shows all.
 """
 
 import sys

@@ -72,14 +72,9 @@ _holders: WeakKeyDictionary[Any, _Holder] = WeakKeyDictionary()
 
 @joint
 def take(model: Any, call: str, push: Push, reason: object = None) -> None:
-    """Give the host to this thread, for one reason more, until the pushed step has been run.
-
-    Args:
-        call: the function for which it is held, as others are told: "attach".
-        reason: None: one that nobody else has.
-
-    Raises HostInUseError: another thread uses it, or is in a forward of it that does not end.
-    """
+    """Give the host to this thread, for one reason more (None: of its own), until the pushed step has been run. call: the
+    function for which it is held, as others are told: "attach". Raises HostInUseError: another thread uses it, or is in a forward
+    of it that does not end."""
     reason = object() if reason is None else reason
     holder = _entered(model, call, reason, push)
     until = time.monotonic() + WAIT_FOR_FORWARD

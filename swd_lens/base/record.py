@@ -130,15 +130,9 @@ def require_format(path: object, version: Any, newest: int, what: str, raised_as
 
 
 def checked(record: str, values: Any, kinds: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any]:
-    """Convert the values of a result that is read by hand: those named in `kinds` become these types.
-
-    Args:
-        record: what it is called in messages.
-        kinds: name -> a type hint, as of a record's field.
-        optional: names may be missing.
-
-    Raises ValueError: one is missing or of another kind; the message names it.
-    """
+    """Convert the values of a result that is read by hand: those named in `kinds` (name -> a type hint, as of a record's field)
+    become these types. record: what it is called in messages; optional: names may be missing. Raises ValueError: one is missing
+    or of another kind; the message names it."""
     if not isinstance(values, Mapping):
         raise ValueError(f"not the values of a {record}: {type(values).__name__} in place of named fields")
     own = dict(values)

@@ -91,12 +91,8 @@ class Reference:
             kind: "HookedTransformer" or "TransformerBridge".
             other: a kind that may be tried where it does not.
 
-        Raises:
-            HostDiffersError: they differ by more than `REFUSED`, or the host does not run on these tokens.
-            MemoryError, RuntimeError: there is no memory to compare them.
-
-        Warns:
-            UserWarning: they differ by more than `WARNED`, or could not be compared.
+        Raises HostDiffersError: they differ by more than `REFUSED`, or the host does not run on these tokens; MemoryError,
+        RuntimeError: there is no memory to compare them. Warns where they differ by more than `WARNED`, or are not compared.
         """
         if self.row is None:
             warn(f"{legible(self.name)} was loaded without being compared with transformers' own model: {legible(self.reason)}")

@@ -33,15 +33,8 @@ Measure = Callable[..., Tensor]
 def ends_in_whole_logits(
     host: Host, few: Int[Tensor, "batch pos"], run: Callable[[], Tensor], *, rounded: bool = False, shortcut: Any = None
 ) -> bool:
-    """Whether `run` ends in the logits of a whole run of these tokens.
-
-    Args:
-        run: what leaves the last block, (batch, pos, d_model), its own way; it is unembedded in two parts, as longer rows are.
-        rounded: they may also differ by what the dtype of the host's logits rounds off.
-        shortcut: what such runs are called in warnings; None: nobody is warned.
-
-    Raises and warns as `verified`.
-    """
+    """Whether `run` ends in the logits of a whole run of these tokens; see `verified`, also for rounded and shortcut. run: what
+    leaves the last block, (batch, pos, d_model), its own way; it is unembedded in two parts, as longer rows are."""
     whole, half = host.run(few), -(-few.shape[1] // 2)
 
     def in_parts() -> Tensor:

@@ -38,10 +38,8 @@ def verified(
         within: logits that they may differ by at most, besides.
         tolerance: how far they may differ, of the largest logit.
 
-    Raises MemoryError, RuntimeError: there is no memory for the fast run, which says nothing of the host.
-
-    Warns:
-        UserWarning: the fast run gives other logits, or fails.
+    Raises MemoryError, RuntimeError: there is no memory for the fast run, which says nothing of the host. Warns where the fast
+    run gives other logits, or fails.
     """
     try:
         shortened = fast()

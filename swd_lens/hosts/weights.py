@@ -141,7 +141,7 @@ def while_wanted(state: dict[str, Any], begin: Callable[[], None], end: Callable
     begin()
 
 
-def listed_in(model: Any, key: str, item: Any, register: Register, kind: type[list[Any]] = list) -> None:
+def listed_in(model: Any, key: str, item: Any, register: Register, kind: Callable[[], list[Any]] = list) -> None:
     """List an item in the model's own __dict__, until the undo. kind: of the list that is made where there is none."""
 
     def undo() -> None:

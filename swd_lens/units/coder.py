@@ -112,13 +112,8 @@ class CoderUnits:
     def run(
         self, h: Float[Tensor, "*batch d_in"], dense: Callable[[Tensor], Tensor], hook: Callable[[Tensor], Tensor] = lambda z: z
     ) -> Float[Tensor, "*batch d_out"]:
-        """The site's output through the units.
-
-        Args:
-            h: (batch, pos, d_in) the site's input.
-            dense: the site's own h -> h @ W + bias; called only where the units read or write beyond it.
-            hook: sees z and may replace it.
-        """
+        """The site's output through the units. dense: the site's own h -> h @ W + bias; called only where the units read or write
+        beyond it; hook: sees z and may replace it."""
         written = self.decode(hook(self.encode(h if self.reads == "input" else dense(h))))
         return written if self.writes == "output" else dense(written)
 

@@ -96,14 +96,8 @@ class Factors:
             object.__setattr__(self, name, value)  # frozen for others
 
     def require_unedited(self, site: str = "") -> None:
-        """Do nothing if read, write and offsets hold the values that these Factors were made with.
-
-        Args:
-            site: how the message calls them; "" = as their provenance does.
-
-        Raises:
-            AttachError: they were changed in place.
-        """
+        """Require that read, write and offsets hold the values that these Factors were made with. site: how the message calls
+        them; "" = as their provenance does. Raises AttachError: they were changed in place."""
         if self.mark.changed():
             raise AttachError(f"{site or self.provenance.get('site', 'these factors')}: {EDITED}")
 

@@ -91,12 +91,8 @@ class UnitHookPoint(HookPoint):
 class Projection(nn.Module):
     """One site's units at work inside a host; called with the site's input, its live bias and its own dense product.
 
-    Args:
-        hook: the HookPoint that sees z (batch, pos, unit). It is a child of the host's block, not of this module, so that
-            its name is blocks.{L}.hook_{site}_unit; here it is only referred to.
-
-    Class attributes:
-        gives_bias: whether what the units give by themselves (`local`) has the site's bias in it.
+    hook: the HookPoint that sees z (batch, pos, unit); a child of the host's block, not of this module, so that its name is
+    blocks.{L}.hook_{site}_unit. gives_bias: what the units give by themselves (`local`) has the site's bias in it.
     """
 
     hook: HookPoint
@@ -167,12 +163,7 @@ class UnitProjection(Projection):
     """A projection that multiplies by read and write factors.
 
     The factors are non-persistent buffers: they follow the host's `.to()`, and the host's state_dict keys stay the same.
-
-    Args:
-        read: (d_in, unit).
-        write: (unit, d_out).
-        offset_unit, offset_out: (unit,) and (d_out,) constants of transported factors, or None.
-        n_nonzeros: of read and write, where they are counted already.
+    offset_unit, offset_out: constants of transported factors; n_nonzeros: of read and write, where they are counted already.
     """
 
     gives_bias = False
@@ -286,14 +277,8 @@ class _End(_Begin):
 
 
 def watch_block(block: nn.Module, projections: Mapping[str, Projection], push: Push) -> None:
-    """Name the sites of a block that are attached but did not run (TransformerLens#1688), in a `SiteDidNotRunWarning`.
-
-    A block that does not run at all (stop_at_layer, start_at_layer) says nothing.
-
-    Args:
-        projections: of the block, by site name.
-        push: is given the step back first.
-    """
+    """Name the sites of a block that are attached but did not run (TransformerLens#1688), in a `SiteDidNotRunWarning`; a block
+    that does not run at all (stop_at_layer, start_at_layer) says nothing. projections: of the block, by site name."""
     begin, end = _Begin(projections), _End(projections)
 
     def undo() -> None:

@@ -60,14 +60,10 @@ def from_saelens(sae: Any) -> dict[str, CoderUnits]:
     the output of the gate, not of mlp_in. "needs_no_post_norm": where a norm follows the MLP or attention (Gemma),
     hook_mlp_out and hook_attn_out stand after it.
 
-    What is not a unit: an SAE's reconstruction takes the place of what it stands on, and what it misses is gone. There is no
-    error term that would add it back, since the host would then compute as if there were no units; `fidelity` says what that
-    costs. Biases belong to decode, and are kept whatever is ablated. A skip connection is refused unless it is zero: it
-    carries input to output past all units, so that a circuit of none would still do part of the work, and it is dense.
-    Edges are the nonzeros of W_enc[:, i] and W_dec[i]; thresholds and the gate's own bias are none.
-
-    With an activation norm at run time (provenance["normalize_activations"]) decode undoes the norm of the latest encode:
-    call the two in turn, as `CoderUnits.run` does.
+    What is not a unit: an SAE's reconstruction takes the place of what it stands on, and what it misses is gone, without an error
+    term; `fidelity` says what that costs. Biases belong to decode, and are kept whatever is ablated. Edges are the nonzeros of
+    W_enc[:, i] and W_dec[i]; thresholds and the gate's own bias are none. With an activation norm at run time
+    (provenance["normalize_activations"]) decode undoes the norm of the latest encode: call the two in turn.
 
     Returns: One entry, site name -> CoderUnits.
 

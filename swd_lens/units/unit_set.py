@@ -133,9 +133,8 @@ class UnitSet(Mapping[str, Units]):
     def heads(self) -> dict[str, list[tuple[str, float]]]:
         """Site -> per unit the attention head that most of it lies in ("L3H1"), and the share of its squared norm there.
 
-        For attn_o that is the head whose output the unit reads; for attn_q, attn_k, attn_v and attn_qkv the head whose query,
-        key or value it writes ("L3H1 Q"; keys and values count stored heads). Other sites, and units without vectors, are left
-        out.
+        For attn_o that is the head whose output the unit reads; for attn_q, attn_k, attn_v and attn_qkv the head whose query, key
+        or value it writes ("L3H1 Q"; keys and values count stored heads). Other sites, and units without vectors, are left out.
         """
         ends, heads = Ends.of(self.host), {}
         for site in self.sites:

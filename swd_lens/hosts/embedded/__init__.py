@@ -199,11 +199,10 @@ def network_of_embedded(dtype: torch.dtype) -> Any:
 def text_tokens(n_tokens: int, split: str = "validation", seed: int = 0) -> Int[Tensor, "row 128"]:
     """Natural text of the embedded model as rows of 128 tokens, for calibration ("train") and fidelity ("test").
 
-    A row is documents of the training mixture (tasks, copy lists, filler), each "BOS text EOS", packed one after the
-    other; every row begins with BOS and its last document is cut off. Run it through an ordinary causal forward,
-    without a document mask and without adding another BOS: one row in eight was trained in just this way (see
-    `corpus`). The rows are never rows of the training run, also for "train"; the task documents of "validation" and
-    "test" have held-out content (on the same templates).
+    A row is documents of the training mixture (tasks, copy lists, filler), each "BOS text EOS", packed one after the other; every
+    row begins with BOS and its last document is cut off. Run it through an ordinary causal forward, without a document mask and
+    without adding another BOS: one row in eight was trained in just this way (see `corpus`). The rows are never rows of the
+    training run, also for "train"; the task documents of "validation" and "test" have held-out content (on the same templates).
 
     Args:
         n_tokens: at least this many tokens: ceil(n_tokens / 128) rows.

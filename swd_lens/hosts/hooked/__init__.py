@@ -4,9 +4,8 @@
    inside; apart: attn_q, attn_k, attn_v), attn_o (heads stacked), mlp_in, mlp_out, and mlp_gate of gated MLPs. Grouped
    keys and values have as many heads as are stored.
 2. A site's input and output are read with plain PyTorch hooks on TransformerLens' own modules.
-3. A swap mounts a projection in the MLP or attention module and changes the module's class (components.py). The
-   dense parameters stay where they are; the undo restores class, children and hook_dict, so that the host is what it was,
-   bit for bit.
+3. A swap mounts a projection in the MLP or attention module and changes the module's class (components.py). The dense parameters
+   stay where they are; the undo restores class, children and hook_dict, so that the host is what it was, bit for bit.
 """
 
 from collections.abc import Mapping
