@@ -234,6 +234,18 @@ _LINEAR_ATTENTION = {
 _MLP = {"gate": "mlp_gate", "in": "mlp_in", "input": "mlp_in", "out": "mlp_out"}
 
 
+# Children of a component that are of a kind, though not all that the kinds' components have are there.
+_KINDS_BY_NAME = {
+    "attn": {"q_proj": "attn_q", "o_proj": "attn_o"},
+    "mlp": {
+        **{"gate_proj": "mlp_gate", "up_proj": "mlp_in", "down_proj": "mlp_out"},
+        **{"w1": "mlp_gate", "w3": "mlp_in", "w2": "mlp_out"},
+    },
+}
+# Hugging Face multiplies by their weight itself (the step sizes of Mamba's selective scan).
+_NOT_CALLED = ("dt_proj",)
+
+
 def shapes_of_block(block: nn.Module) -> BlockShapes:
     """The block's matrices, packed ones and the whole MLP included."""
     leaves, others = leaves_of_block(block)
@@ -265,44 +277,23 @@ def leaves_of_block(block: nn.Module) -> tuple[dict[str, nn.Module], dict[str, i
                     leaves[kind] = leaf
                 else:
                     others[f"{name}.{kind}: {type(leaf).__name__}"] = sum(p.numel() for p in leaf.parameters())
-        else:
-            named, unnamed = _leaves_by_name(name, component)
-            leaves |= named
-            others |= unnamed
-    return leaves, others
-
-
-# Children of a component that are of a kind, though not all that the kinds' components have are there.
-_KINDS_BY_NAME = {
-    "attn": {"q_proj": "attn_q", "o_proj": "attn_o"},
-    "mlp": {
-        **{"gate_proj": "mlp_gate", "up_proj": "mlp_in", "down_proj": "mlp_out"},
-        **{"w1": "mlp_gate", "w3": "mlp_in", "w2": "mlp_out"},
-    },
-}
-
-
-# Hugging Face multiplies by their weight itself (the step sizes of Mamba's selective scan).
-_NOT_CALLED = ("dt_proj",)
-
-
-def _leaves_by_name(name: str, component: nn.Module) -> tuple[dict[str, nn.Module], dict[str, int]]:
-    """A component's experts and linear maps: "mlp_in.3", "attn_o", "attn.kv_a_proj_with_mqa"; and what else holds matrices."""
-    stack = stack_in(component)
-    leaves: dict[str, Any] = {} if stack is None else dict(matrices_of(stack))
-    others: dict[str, int] = {}
-    stacked = {id(leaf.holder) for leaf in leaves.values()}
-    for path, module in component.named_modules():
-        own = [p for key, p in module._parameters.items() if p is not None and p.ndim > 1 and not key.endswith("bias")]
-        if not own or id(module) in stacked:
             continue
-        path = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
-        kind = _KINDS_BY_NAME.get(name, {}).get(path, f"{name}.{path or 'linear'}")  # a component may be one linear map
-        called = path.rpartition(".")[2] not in _NOT_CALLED
-        if called and _is_leaf(_plain_class(type(module))) and min(matrix(module).shape) > 1:
-            leaves[kind] = module
-        else:
-            others[f"{name}.{path}: {type(module).__name__}".replace(".:", ":")] = sum(p.numel() for p in own)
+        # Its experts and linear maps: "mlp_in.3", "attn_o", "attn.kv_a_proj_with_mqa"; and what else holds matrices.
+        stack = stack_in(component)
+        experts = {} if stack is None else matrices_of(stack)
+        leaves |= experts
+        stacked = {id(leaf.holder) for leaf in experts.values()}
+        for path, module in component.named_modules():
+            own = [p for key, p in module._parameters.items() if p is not None and p.ndim > 1 and not key.endswith("bias")]
+            if not own or id(module) in stacked:
+                continue
+            path = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+            kind = _KINDS_BY_NAME.get(name, {}).get(path, f"{name}.{path or 'linear'}")  # a component may be one linear map
+            called = path.rpartition(".")[2] not in _NOT_CALLED
+            if called and _is_leaf(_plain_class(type(module))) and min(matrix(module).shape) > 1:
+                leaves[kind] = module
+            else:
+                others[f"{name}.{path}: {type(module).__name__}".replace(".:", ":")] = sum(p.numel() for p in own)
     return leaves, others
 
 

@@ -60,22 +60,6 @@ class Shape:
             "default_prepend_bos": True,
         }
 
-    def gpt2_config(self) -> dict[str, Any]:
-        """Arguments of transformers' GPT2Config for this shape: no dropout, and the rest as in `hooked_config`."""
-        return {
-            "vocab_size": self.d_vocab,
-            "n_layer": self.n_layers,
-            "n_embd": self.d_model,
-            "n_head": self.n_heads,
-            "n_inner": self.d_mlp,
-            "n_positions": self.n_ctx,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-            # As a bridge asks for where it loads a model itself: other attention does not show its patterns.
-            "attn_implementation": "eager",
-        }
-
     def stored_names(self) -> list[str]:
         """TransformerLens' names of the parameters that a trained model's file holds."""
         block = ["attn.W_Q", "attn.W_K", "attn.W_V", "attn.W_O", "attn.b_Q", "attn.b_K", "attn.b_V", "attn.b_O"]
@@ -176,9 +160,15 @@ def _read(folder: Path, dtype: torch.dtype) -> tuple[Shape, dict[str, Tensor], P
 def _gpt2(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str, dtype: torch.dtype) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    special = {f"{word}_token_id": getattr(tokenizer, f"{word}_token_id") for word in ("bos", "eos", "pad")}
-    config = GPT2Config(**shape.gpt2_config(), **special)
-    gpt2: Any = GPT2LMHeadModel(config)
+    # No dropout, and the rest as in `hooked_config`. Eager, as a bridge asks for where it loads a model itself: other attention
+    # does not show its patterns.
+    settings = {
+        **{f"{word}_token_id": getattr(tokenizer, f"{word}_token_id") for word in ("bos", "eos", "pad")},
+        **{"vocab_size": shape.d_vocab, "n_positions": shape.n_ctx, "n_layer": shape.n_layers, "n_head": shape.n_heads},
+        **{"n_embd": shape.d_model, "n_inner": shape.d_mlp, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
+        **{"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_implementation": "eager"},
+    }
+    gpt2: Any = GPT2LMHeadModel(GPT2Config(**settings))
     gpt2.to(device, dtype)
     gpt2.load_state_dict(gpt2_state(state, shape))
     gpt2.tie_weights()
