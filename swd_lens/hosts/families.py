@@ -200,6 +200,8 @@ def facts_of(model: Any) -> Facts:
     normalization = None if cfg.normalization_type is None else str(cfg.normalization_type)
     takes_mean = normalization is not None and normalization.startswith("LN") and not getattr(cfg, "uses_rms_norm", False)
     activation = str(getattr(cfg, "act_fn", ""))
+    caps = (float(getattr(cfg, name, None) or 0) for name in ("attn_scores_soft_cap", "output_logits_soft_cap"))
+    score_cap, logit_cap = (cap if cap > 0 else None for cap in caps)  # TransformerLens says -1 or 0 where there is none
     return Facts(
         bridge=is_bridge(model),
         # A HookedTransformer says original_architecture, a bridge architecture.
@@ -212,12 +214,6 @@ def facts_of(model: Any) -> Facts:
         adjacent_pairs=bool(getattr(cfg, "rotary_adjacent_pairs", False)),
         activation=activation,
         mixes_neurons=activation.startswith(_MIXING),
-        score_cap=_cap(getattr(cfg, "attn_scores_soft_cap", None)),
-        logit_cap=_cap(getattr(cfg, "output_logits_soft_cap", None)),
+        score_cap=score_cap,
+        logit_cap=logit_cap,
     )
-
-
-def _cap(setting: Any) -> float | None:
-    """TransformerLens says -1 or 0 where there is none."""
-    cap = float(setting or 0)
-    return cap if cap > 0 else None

@@ -15,7 +15,7 @@
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -306,15 +306,15 @@ def whole_mlp(block: nn.Module) -> nn.Module | None:
     module = component._modules.get("_original_component")  # type: ignore[union-attr]
     if module is None:
         return None
-    arguments = arguments_of(_plain_class(type(module)).forward)
+    arguments = arguments_of(_plain_class(type(module)).forward).values()
     needed = [p for p in arguments if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
     return module if len(needed) == 2 else None  # self and the tensor (MPT's takes the residual as well)
 
 
 @lru_cache(maxsize=128)
-def arguments_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    """The parameters of a forward, remembered: a signature is slow to read."""
-    return tuple(inspect.signature(function).parameters.values())
+def arguments_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a forward by name, remembered: a signature is slow to read."""
+    return inspect.signature(function).parameters
 
 
 def _leaves_of(component: Any) -> dict[str, nn.Module]:

@@ -252,12 +252,9 @@ class BridgeRuns:
         cache = to_run_on(prefix, first)
         return self.run(tokens[:, -1:], attention_mask=torch.ones_like(tokens), past_key_values=cache)
 
-    def _accepts(self, argument: str) -> bool:
-        return argument in {p.name for p in arguments_of(type(self.model.original_model).forward)}
-
     def _last_only(self) -> dict[str, int]:
         """Unembed the last position only: for long prompts the rest is most of the work and memory."""
-        return {"logits_to_keep": 1} if self._accepts("logits_to_keep") else {}
+        return {"logits_to_keep": 1} if "logits_to_keep" in arguments_of(type(self.model.original_model).forward) else {}
 
     def _without_cache(self) -> dict[str, bool]:
         """Keep no keys and values that nobody asks for; where nothing is said, Hugging Face keeps them."""
@@ -265,4 +262,5 @@ class BridgeRuns:
         return {"use_cache": False} if self._keeps_cache() and not linear else {}
 
     def _keeps_cache(self) -> bool:
-        return facts_of(self.model).reads_out and self._accepts("past_key_values")
+        accepted = arguments_of(type(self.model.original_model).forward)
+        return facts_of(self.model).reads_out and "past_key_values" in accepted
