@@ -161,7 +161,7 @@ def fingerprint(weight: Dense) -> str:
 _PARTS = {"origin": Origin, "offsets": Offsets, "probe": Probe}
 _OPTIONAL = {"origin.scale", "origin.shift", "origin.shifted"}
 _INDICES = {"probe.units", "probe.outputs"}
-_LENGTHS = dict.fromkeys(("origin.scale", "origin.shift", "origin.right", "probe.input"), "d_in")
+_LENGTHS: dict[str, str] = dict.fromkeys(("origin.scale", "origin.shift", "origin.right", "probe.input"), "d_in")
 _LENGTHS |= dict.fromkeys(("origin.shifted", "origin.left", "offsets.out"), "d_out") | {"offsets.unit": "units"}
 
 

@@ -82,7 +82,8 @@ def read_unit(given: Any, sites: Collection[str] = ()) -> tuple[str, int]:
 
     Raises ValueError: none of these.
     """
-    if isinstance(given, pd.Series | Mapping) and "unit" in given:  # a row of a table
+    row = isinstance(given, pd.Series | Mapping) and "unit" in given
+    if row:
         given = (given["site"], given["unit"]) if "site" in given and _is_whole(given["unit"]) else given["unit"]
     elif not isinstance(given, str | tuple | list) and isinstance(getattr(given, "unit", None), str):
         given = given.unit

@@ -319,7 +319,8 @@ def arguments_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter
 
 def _leaves_of(component: Any) -> dict[str, nn.Module]:
     """The leaves of a component whose parts have a kind, by kind; none where one that it needs is missing."""
-    module, kinds, needed = component, {}, set[str]()
+    module: Any = component
+    kinds, needed = {}, set[str]()
     if isinstance(component, GatedDeltaNetBridge):
         # Not wrapped by the bridge: the projections are the Hugging Face module's own.
         module, kinds = component._modules["_original_component"], _LINEAR_ATTENTION
