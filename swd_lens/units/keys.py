@@ -82,11 +82,10 @@ def read_unit(given: Any, sites: Collection[str] = ()) -> tuple[str, int]:
 
     Raises ValueError: none of these.
     """
-    row = isinstance(given, pd.Series | Mapping) and "unit" in given
-    if row:
+    if isinstance(given, pd.Series | Mapping) and "unit" in given:  # a row of a table
         given = (given["site"], given["unit"]) if "site" in given and _is_whole(given["unit"]) else given["unit"]
-    elif not isinstance(given, str | tuple | list) and isinstance(getattr(given, "unit", None), str):
-        given = given.unit
+    elif not isinstance(given, str | tuple | list) and isinstance(unit := getattr(given, "unit", None), str):
+        given = unit
     if _is_unit_pair(given):
         name = given[0].name if isinstance(given[0], Site) else given[0]
         return _known_site(name, sites) or name, int(given[1])
