@@ -246,16 +246,8 @@ class Host(Protocol):
         ...
 
 
-@runtime_checkable
-class AttachmentGuard(Protocol):
-    """Something that is attached to a host and is checked whenever a function of swd_lens takes up the host."""
-
-    def at_call(self, host: Host) -> None:
-        """Raise AttachError where it was changed."""
-        ...
-
-
-# In a model's own __dict__: its guards, see `swd_lens.hosts.weights.listed_in`. A deep copy has copies of them.
+# In a model's own __dict__: its guards (`swd_lens.hosts.weights.listed_in`). Whenever a function of swd_lens takes up the host,
+# their `at_call(host)` raises AttachError where what they guard was changed. A deep copy has copies of them.
 STANDING = "_standing_units"
 
 
