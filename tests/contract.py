@@ -15,8 +15,8 @@ from swd_lens import baselines
 from swd_lens.factorization.factorize import stamp
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import Site
-from swd_lens.units import from_saelens
 from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.saelens import from_saelens
 from swd_lens.units.unit_set import as_units
 
 

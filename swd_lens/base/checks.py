@@ -55,14 +55,8 @@ OURS = frozenset(
 
 def require_names(what: str, names: Iterable[str], ending: str = "") -> None:
     """Require names that files or folders may have beside ours and beside each other; capitals count as small letters, as on
-    some disks.
-
-    Args:
-        what: they name, for the message: "slug".
-        ending: of the files: ".json".
-
-    Raises ValueError: one is that of a file of ours, or none that a file can have; or two are alike.
-    """
+    some disks. what: they name, for the message: "slug"; ending: of the files: ".json". Raises ValueError: one is that of a file
+    of ours, or none that a file can have; or two are alike."""
     taken: dict[str, str] = {}
     for name in names:
         file = f"{name}{ending}"

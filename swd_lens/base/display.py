@@ -95,18 +95,32 @@ def _part(part: Any, title: str) -> str:
 
 def _table(frame: pd.DataFrame) -> str:
     shown = frame.head(_ROWS)
-    numeric = [_is_numeric(shown.iloc[:, i]) for i in range(shown.shape[1])]
+    numeric: list[bool] = []  # per column, whether it is set right: numbers, or numbers among missing values
+    for i in range(shown.shape[1]):
+        column = shown.iloc[:, i]
+        values = [value for value in column if not _is_missing(value)]
+        numbers = all(isinstance(value, Real) and not isinstance(value, bool) for value in values)
+        numbers = numbers if values else pd.api.types.is_numeric_dtype(column)
+        numeric.append(numbers and not pd.api.types.is_bool_dtype(column))
     head = "".join(
         f'<th scope="col"{"" if number else " class=w"}>{escape(visible(str(name)))}</th>'
         for name, number in zip(shown.columns, numeric, strict=True)
     )
-    rows = [list(row) for row in shown.itertuples(index=False, name=None)]
     above: Sequence[Any] = [None] * len(numeric)
     body = []
-    for row in rows:
-        body.append(
-            f"<tr>{''.join(_cell(v, number, v_above) for v, number, v_above in zip(row, numeric, above, strict=True))}</tr>"
-        )
+    for row in shown.itertuples(index=False, name=None):
+        cells = []
+        for value, number, value_above in zip(row, numeric, above, strict=True):
+            text = _text(value)
+            if number:
+                cells.append(f"<td>{escape(text)}</td>")
+            elif len(text) <= _LONG:
+                cells.append(f'<td class="w">{escape(text)}</td>')
+            elif isinstance(value_above, str) and value == value_above:
+                cells.append('<td class="w swd-soft" title="as above">″</td>')
+            else:
+                cells.append(f'<td class="w l">{escape(text)}</td>')
+        body.append(f"<tr>{''.join(cells)}</tr>")
         above = row
     more = len(frame) - _ROWS
     rest = f'<p class="swd-soft">and {more:,} more row{"s" * (more > 1)}</p>' if more > 0 else ""
@@ -114,27 +128,6 @@ def _table(frame: pd.DataFrame) -> str:
         f'<div class="swd-scroll"><table class="swd-table"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>{rest}"
     )
-
-
-def _is_numeric(column: pd.Series) -> bool:
-    """Whether a column is set right: numbers, or numbers among missing values."""
-    if pd.api.types.is_bool_dtype(column):
-        return False
-    values = [value for value in column if not _is_missing(value)]
-    if not values:
-        return pd.api.types.is_numeric_dtype(column)
-    return all(isinstance(value, Real) and not isinstance(value, bool) for value in values)
-
-
-def _cell(value: Any, number: bool, above: Any) -> str:
-    text = _text(value)
-    if number:
-        return f"<td>{escape(text)}</td>"
-    if len(text) <= _LONG:
-        return f'<td class="w">{escape(text)}</td>'
-    if isinstance(above, str) and value == above:
-        return '<td class="w swd-soft" title="as above">″</td>'
-    return f'<td class="w l">{escape(text)}</td>'
 
 
 def _text(value: Any) -> str:

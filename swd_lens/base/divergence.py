@@ -55,9 +55,13 @@ class Buffers:
         return flat[:size].view(shape)
 
 
-def log_probabilities(logits: Float[Tensor, "*shape vocab"]) -> Float[Tensor, "*shape vocab"]:
-    """Log-probabilities of the next token; float32, or float64 where the logits are."""
-    return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+def log_probabilities(
+    logits: Float[Tensor, "*shape vocab"], buffers: Buffers | None = None, name: str = ""
+) -> Float[Tensor, "*shape vocab"]:
+    """Log-probabilities of the next token; float32, or float64 where the logits are. buffers, name: what takes them."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    out = None if buffers is None else buffers.take(name, tuple(logits.shape), logits.dtype, logits.device)
+    return torch.log_softmax(logits, -1, out=out)
 
 
 def kl(log_p: Float[Tensor, "*shape vocab"], log_q: Float[Tensor, "*shape vocab"]) -> Float[Tensor, "*shape"]:
@@ -80,8 +84,7 @@ class DensePredictions:
         tokens: the rows.
         buffers: of several calls; None: of this one. The log-probabilities lie in them until the next dense predictions do.
 
-    Raises:
-        ValueError: a cross-entropy is not finite.
+    Raises ValueError: a cross-entropy is not finite.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class DensePredictions:
     ):
         self.buffers = buffers or Buffers()
         with torch.no_grad():
-            self.log_p = _log_probabilities_in(self.buffers, "dense", logits[:, :-1])
+            self.log_p = log_probabilities(logits[:, :-1], self.buffers, "dense")
             self.targets = tokens[:, 1:].to(logits.device)
             self.most_likely = self.log_p.argmax(-1)
             self.ce = cross_entropy(self.log_p, self.targets).double()
@@ -116,7 +119,7 @@ class DensePredictions:
         total = Divergence()
         with torch.no_grad():
             for rows, positions in self._parts():
-                log_q = _log_probabilities_in(self.buffers, "q", replaced[rows, positions])
+                log_q = log_probabilities(replaced[rows, positions], self.buffers, "q")
                 ce_dense, ce = self.ce[rows, positions], cross_entropy(log_q, self.targets[rows, positions]).double()
                 _require_finite(ce, "cross-entropy", "replaced")
                 agree, log_p = self.most_likely[rows, positions] == log_q.argmax(-1), self.log_p[rows, positions]
@@ -157,13 +160,6 @@ def _require_finite(values: Float[Tensor, "*shape"], of: str, whose: str) -> Non
             f"{int(bad.sum())} of {bad.numel()} predictions of the {whose} host have a {of} that is not finite (the first "
             f"{float(values[bad][0])}); run the host in float32, or look for the activations that overflow"
         )
-
-
-def _log_probabilities_in(buffers: Buffers, name: str, logits: Float[Tensor, "*shape vocab"]) -> Tensor:
-    """`log_probabilities`, in a buffer."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    log_p = buffers.take(name, tuple(logits.shape), logits.dtype, logits.device)
-    return torch.log_softmax(logits, -1, out=log_p)
 
 
 def kl_sum(log_p: Float[Tensor, "*shape vocab"], log_q: Float[Tensor, "*shape vocab"]) -> Float[Tensor, ""]:

@@ -11,8 +11,7 @@
 3. The classes below show their whole message so. In a message of one of Python's own classes, text from outside stands in
    `legible(...)`; anywhere, a value that is quoted stands in `quoted(...)`, which keeps the two ends of a long text.
 4. `errors_seen` marks a function that hands names on to other libraries: in what these raise, everything is seen, too.
-5. `seen` makes a `__repr__` show its text so; of every Record it does by itself. `brief` is its first lines;
-   `print` shows all.
+5. `seen` makes a `__repr__` show its text so; of every Record it does by itself. `brief` is its first lines; `print` shows all.
 """
 
 import sys
@@ -107,9 +106,6 @@ def _sign(character: str) -> str:
     return chr(0x2400 + ord(character)) if ord(character) < 32 else f"⟨U+{ord(character):04X}⟩"
 
 
-# ---------------------------------------------------------------------------------------------- hosts, sites and units
-
-
 class _Shown(Exception):
     """An exception whose message has everything in it seen (point 3)."""
 
@@ -157,9 +153,6 @@ class HostInUseError(_Shown, RuntimeError):
     """Another thread uses this host; the message says in which call and since when. Nothing was changed."""
 
 
-# ---------------------------------------------------------------------------------------------- tasks and text
-
-
 class TaskError(_Shown, ValueError):
     """A task that cannot be used: a bad file, or prompts that this host's tokenizer cannot score. The message says why."""
 
@@ -174,9 +167,6 @@ class TextWarning(_Shown, UserWarning):
 
 class UnknownWordsWarning(_Shown, UserWarning):
     """A text has words that this host's tokenizer does not know; to the host they are all one."""
-
-
-# ---------------------------------------------------------------------------------------------- solving and factorizing
 
 
 class SolveInputError(_Shown, ValueError):
@@ -227,9 +217,6 @@ class RayMissingError(_Shown, ImportError, ValueError):
     """workers="ray" was asked for where Ray is not installed."""
 
 
-# ---------------------------------------------------------------------------------------------- training, circuits, analysis
-
-
 class FinetuneError(_Shown, ValueError):
     """Fine-tuning cannot start or go on as asked; the host is what it was."""
 
@@ -254,18 +241,12 @@ class EditError(_Shown, ValueError):
     """An edit that cannot be made, applied or undone as asked; the host was not changed."""
 
 
-# ---------------------------------------------------------------------------------------------- files
-
-
 class FolderInUseError(_Shown, OSError):
     """Another call writes this folder; the message says which and since when. Nothing was changed."""
 
 
 class UnsealedFileWarning(_Shown, UserWarning):
     """A file of an earlier version, which carries no hash: changes on the disk are not noticed."""
-
-
-# ---------------------------------------------------------------------------------------------- warnings
 
 
 def warn(text: str, kind: type[Warning] = UserWarning) -> None:

@@ -1,7 +1,7 @@
 """One thread per host: while a call or an attachment has a host, other threads neither use it nor run it.
 
-1. `take` gives a host to this thread, for a reason, until the step that is pushed has been run; `hold` is that for attached
-   units. Another thread that asks meanwhile is refused. What a thread held that has ended is free.
+1. `take` gives a host to this thread, for a reason, until the step that is pushed has been run. Another thread that asks
+   meanwhile is refused. What a thread held that has ended is free.
 2. A plain forward asks nobody. While a host is held, and only then, a `Guard` stands in its own __dict__ before each method
    that runs it or hangs hooks into it (`GUARDED`), as before `forward` of the model that a bridge wraps: the thread that holds
    the host passes, another one waits a little and is refused. A free host has none of them, and costs nothing.
@@ -70,16 +70,12 @@ class _Holder:
 _holders: WeakKeyDictionary[Any, _Holder] = WeakKeyDictionary()
 
 
-def hold(model: Any, call: str, push: Push) -> None:
-    """Give the host to this thread until the pushed step has been run. call: the function for which it is held, as others are
-    told: "attach". Raises HostInUseError: another thread uses it."""
-    take(model, call, object(), push)
-
-
 @joint
-def take(model: Any, call: str, reason: object, push: Push) -> None:
-    """Give the host to this thread, for one reason more, until the pushed step has been run. Raises HostInUseError: another
-    thread uses it, or is in a forward of it that does not end."""
+def take(model: Any, call: str, push: Push, reason: object = None) -> None:
+    """Give the host to this thread, for one reason more (None: of its own), until the pushed step has been run. call: the
+    function for which it is held, as others are told: "attach". Raises HostInUseError: another thread uses it, or is in a forward
+    of it that does not end."""
+    reason = object() if reason is None else reason
     holder = _entered(model, call, reason, push)
     until = time.monotonic() + WAIT_FOR_FORWARD
     while holder.begun:
@@ -197,19 +193,15 @@ def _forwards(model: Any) -> dict[int, FrameType]:
     for thread, innermost in sys._current_frames().items():
         frame: FrameType | None = innermost if thread != threading.get_ident() else None
         while frame is not None:
-            if _runs(frame, model, wrapped):
+            if frame.f_code is _GUARD:
+                runs = frame.f_locals["self"].host is model
+            else:
+                owner = frame.f_locals.get("self") if frame.f_code.co_name in _RUNNING else None
+                runs = owner is model or (owner is not None and owner is wrapped)
+            if runs:
                 begun[thread] = frame
             frame = frame.f_back
     return begun
-
-
-def _runs(frame: FrameType, model: Any, wrapped: Any) -> bool:
-    if frame.f_code is _GUARD:
-        return frame.f_locals["self"].host is model
-    if frame.f_code.co_name not in _RUNNING:
-        return False
-    owner = frame.f_locals.get("self")
-    return owner is model or (owner is not None and owner is wrapped)
 
 
 _GUARD = code_of(Guard.__call__)

@@ -10,7 +10,7 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from swd_lens.base.errors import visible
@@ -44,8 +44,17 @@ def says_when_interrupted(function: Function) -> Function:
             if outer:
                 raise
             if not stop.args:  # whoever raises one with words of its own keeps them
-                given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
-                stop.args = (_in_words(function, given),)
+                signature = inspect.signature(function)
+                given = signature.bind_partial(*args, **kwargs).arguments
+                words = f"{function.__name__} was interrupted{_running.reached}"
+                if (out := given.get("out")) is not None:
+                    same = "the same call without overwrite=True" if given.get("overwrite") else "the same call"
+                    words += f"; what is finished is kept in {out}, and {same} goes on from there"
+                else:
+                    words += "; nothing of it is kept"
+                    if "out" in signature.parameters:
+                        words += ": with out=FOLDER the same call would go on from what is finished"
+                stop.args = (visible(words),)
             if TRACEBACK in os.environ:
                 raise
             short = stop.with_traceback(None)
@@ -60,14 +69,3 @@ def reached(words: str) -> None:
     """Note how far the call that runs is, in words to put behind a verb: ", 3 of 8 matrices finished"."""
     if _running.calls == 1:
         _running.reached = words
-
-
-def _in_words(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
-    where, out = f"{function.__name__} was interrupted{_running.reached}", given.get("out")
-    if out is not None:
-        same = "the same call without overwrite=True" if given.get("overwrite") else "the same call"
-        return visible(f"{where}; what is finished is kept in {out}, and {same} goes on from there")
-    kept = "; nothing of it is kept"
-    if "out" in inspect.signature(function).parameters:
-        kept += ": with out=FOLDER the same call would go on from what is finished"
-    return visible(where + kept)

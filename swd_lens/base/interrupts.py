@@ -163,9 +163,6 @@ def hold_back_interrupts(push: Push) -> None:
 unparted(_Handler.leave)
 
 
-# ---------------------------------------------------------------------------------------------- undo
-
-
 class Undo:
     """A stack of steps that undo changes, the last first; true while some are left."""
 

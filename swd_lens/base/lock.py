@@ -52,7 +52,7 @@ class Lock:
         if self._file is not None:
             if unlock:
                 with suppress(OSError):
-                    _unlock(self._file)
+                    _lock(self._file, free=True)
             self._file.close()
 
     def _remove(self) -> None:
@@ -89,7 +89,11 @@ def take(path: Path, patience: float = 0.0, *, make: bool = True) -> Lock:
         except NoLocks:
             lock.forget()
             raise
-        if locked and _is(file, path):
+        stands = locked and sys.platform == "win32"  # where no file is removed that is open
+        if locked and not stands:
+            with suppress(FileNotFoundError):
+                stands = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        if stands:
             return lock
         lock.forget()
         if locked:  # the holder before has removed the file meanwhile: another one may stand there
@@ -110,33 +114,17 @@ def try_lock(file: IO[Any]) -> bool:
     return True
 
 
-def _is(file: IO[Any], path: Path) -> bool:
-    """Whether an open file still stands there; Windows removes none that is open."""
-    if sys.platform == "win32":
-        return True
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 if sys.platform == "win32":
     import msvcrt
 
-    def _lock(file: IO[Any]) -> None:
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-
-    def _unlock(file: IO[Any]) -> None:
-        msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)
+    def _lock(file: IO[Any], free: bool = False) -> None:
+        msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK if free else msvcrt.LK_NBLCK, 1)
 
 else:
     import fcntl
 
-    def _lock(file: IO[Any]) -> None:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def _unlock(file: IO[Any]) -> None:
-        fcntl.flock(file, fcntl.LOCK_UN)
+    def _lock(file: IO[Any], free: bool = False) -> None:
+        fcntl.flock(file, fcntl.LOCK_UN if free else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _forget_all() -> None:
         for lock in list(_locks):

@@ -36,7 +36,12 @@ def available_bytes(device: torch.device) -> int | None:
         free, _ = torch.cuda.mem_get_info(device)
         # What torch's allocator keeps without using is free for us, too.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    known = [bytes_ for bytes_ in (_system_bytes(), _container_bytes()) if bytes_ is not None]
+    system = _stated_bytes("/proc/meminfo", "MemAvailable")
+    for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES") if system is None else ():  # macOS says only how much there is at all
+        with suppress(OSError, ValueError, AttributeError):
+            system = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+            break
+    known = [bytes_ for bytes_ in (system, _container_bytes()) if bytes_ is not None]
     return min(known, default=None)
 
 
@@ -93,15 +98,6 @@ def _stated_bytes(path: str, name: str) -> int | None:
         for line in Path(path).read_text().splitlines():
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
-    return None
-
-
-def _system_bytes() -> int | None:
-    if (free := _stated_bytes("/proc/meminfo", "MemAvailable")) is not None:
-        return free
-    for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):  # macOS says only how much there is at all
-        with suppress(OSError, ValueError, AttributeError):
-            return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     return None
 
 

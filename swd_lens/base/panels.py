@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cache
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -189,16 +188,12 @@ def attention_heads(
         said = [f"{shown[t]} ({t}) from {shown[u]} ({u}): {float(head[t, u]):.{_DIGITS - 1}g}" for t, u in places]
         items.append(f"<li>{escape(name)}: {escape('; '.join(said)) or 'nothing'}</li>")
     words = f"<p>Largest entries, destination (position) from source (position):</p><ul>{''.join(items)}</ul>"
-    return Panel(_element("AttentionHeads", props, visible(title), words, later))
-
-
-def _element(name: str, props: dict[str, Any], title: str, words: str, later: bool) -> str:
     data = json.dumps(props, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    later_ = " data-drawn" if later else ""
-    return (
-        f'<div{later_} data-swd-panel="{name}" role="group" aria-label="{escape(title)}" class="swd-panel" '
+    heading, later_ = escape(visible(title)), " data-drawn" if later else ""
+    return Panel(
+        f'<div{later_} data-swd-panel="AttentionHeads" role="group" aria-label="{heading}" class="swd-panel" '
         f'style="overflow-x:auto">'
-        f'<p><b>{escape(title)}</b></p><div class="swd-cv"></div>'
+        f'<p><b>{heading}</b></p><div class="swd-cv"></div>'
         f'<script type="application/json">{data}</script><script>{_CALL}</script>'
-        f"<details><summary>{escape(title)}, in words</summary>{words}</details></div>"
+        f"<details><summary>{heading}, in words</summary>{words}</details></div>"
     )

@@ -52,18 +52,11 @@ class PlainRecord:
 
     @classmethod
     def from_dict(cls: type[AnyRecord], values: Any) -> AnyRecord:
-        """Build the record that `as_dict` gave, also after JSON.
-
-        Raises:
-            ValueError: a field is missing or of another kind; the message names it.
-        """
+        """Build the record that `as_dict` gave, also after JSON. Raises ValueError: a field is missing or of another kind; the
+        message names it."""
         if not isinstance(values, Mapping):
             raise ValueError(f"not the values of a {cls.__name__}: {type(values).__name__} in place of named fields")
-        try:
-            return _CONVERTER.structure(values, cls)
-        except Exception as cause:
-            reason = "; ".join(cattrs.transform_error(cause, "$", _reason))
-            raise ValueError(f"not the values of a {cls.__name__}: {legible(reason)}") from cause
+        return _structured(cls.__name__, values, cls, "$")
 
 
 class Record(PlainRecord):
@@ -137,15 +130,9 @@ def require_format(path: object, version: Any, newest: int, what: str, raised_as
 
 
 def checked(record: str, values: Any, kinds: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any]:
-    """Convert the values of a result that is read by hand: those named in `kinds` become these types.
-
-    Args:
-        record: what it is called in messages.
-        kinds: name -> a type hint, as of a record's field.
-        optional: names may be missing.
-
-    Raises ValueError: one is missing or of another kind; the message names it.
-    """
+    """Convert the values of a result that is read by hand: those named in `kinds` (name -> a type hint, as of a record's field)
+    become these types. record: what it is called in messages; optional: names may be missing. Raises ValueError: one is missing
+    or of another kind; the message names it."""
     if not isinstance(values, Mapping):
         raise ValueError(f"not the values of a {record}: {type(values).__name__} in place of named fields")
     own = dict(values)
@@ -154,11 +141,7 @@ def checked(record: str, values: Any, kinds: Mapping[str, Any], *, optional: boo
             continue
         if name not in own:
             raise ValueError(f"not the values of a {record}: {legible(name)} is missing")
-        try:
-            own[name] = _CONVERTER.structure(own[name], kind)
-        except Exception as cause:
-            reason = "; ".join(cattrs.transform_error(cause, name, _reason))
-            raise ValueError(f"not the values of a {record}: {legible(reason)}") from cause
+        own[name] = _structured(record, own[name], kind, name)
     return own
 
 
@@ -168,10 +151,17 @@ def require_equal(record: str, name: str, value: Any, expected: Any) -> None:
         raise ValueError(f"not the values of a {record}: {legible(f'{name} {value} instead of {expected}')}")
 
 
-def _reason(error: BaseException, kind: Any) -> str:
-    """Describe what is wrong with a value; a record's own checks are quoted word for word."""
-    own = kind is None and isinstance(error, ValueError)
-    return str(error) if own else cattrs.v.format_exception(error, kind)
+def _structured(record: str, value: Any, kind: Any, at: str) -> Any:
+    """Make a value of its type. Raises ValueError: what is wrong, and where; a record's own checks are quoted word for word."""
+
+    def described(error: BaseException, kind: Any) -> str:
+        return str(error) if kind is None and isinstance(error, ValueError) else cattrs.v.format_exception(error, kind)
+
+    try:
+        return _CONVERTER.structure(value, kind)
+    except Exception as cause:
+        reason = "; ".join(cattrs.transform_error(cause, at, described))
+        raise ValueError(f"not the values of a {record}: {legible(reason)}") from cause
 
 
 def column(name: str) -> str:
@@ -213,20 +203,16 @@ def _converter() -> cattrs.Converter:
         read = torch.tensor(_with_nan(value))
         return read.float() if read.is_floating_point() else read
 
-    def is_plain_union(kind: Any) -> bool:
-        return get_origin(kind) in (Union, types.UnionType) and set(get_args(kind)) <= set(_PLAIN)
-
-    def is_tensor(kind: Any) -> bool:  # also one annotated with its shape by jaxtyping
-        return kind is Tensor or getattr(kind, "array_type", None) is Tensor
-
     def is_record(kind: Any) -> bool:
         return isinstance(kind, type) and issubclass(kind, PlainRecord)
 
     for kind in (int, str, bool):
         converter.register_structure_hook(kind, exactly)
     converter.register_structure_hook(float, number)
-    converter.register_structure_hook_func(is_plain_union, one_of_plain)
-    converter.register_structure_hook_func(is_tensor, tensor)
+    unions = (Union, types.UnionType)
+    converter.register_structure_hook_func(lambda k: get_origin(k) in unions and set(get_args(k)) <= set(_PLAIN), one_of_plain)
+    # Also a tensor annotated with its shape by jaxtyping.
+    converter.register_structure_hook_func(lambda k: k is Tensor or getattr(k, "array_type", None) is Tensor, tensor)
     converter.register_structure_hook(pd.DataFrame, lambda rows, _: pd.DataFrame(rows))
     converter.register_structure_hook_factory(is_record, lambda kind: make_dict_structure_fn(kind, converter))
     converter.register_unstructure_hook_func(lambda kind: isinstance(kind, type) and issubclass(kind, Tensor), Tensor.tolist)

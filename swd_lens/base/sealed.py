@@ -145,21 +145,21 @@ def open_tensors(path: Path, what: str, raised_as: type[Exception] = ValueError)
     if fault := fault_of_name(path):
         raise raised_as(f"{legible(path)} cannot be read under {fault}. Give it, and the folders above it, other names")
     for attempt in range(_ATTEMPTS):
-        before = _identity(path)
+        before = identity(path)
         try:
             with readable(path, what, raised_as):
                 file = safe_open(str(path), "pt")
         except raised_as:
-            if before == _identity(path) or attempt + 1 == _ATTEMPTS:
+            if before == identity(path) or attempt + 1 == _ATTEMPTS:
                 raise
             continue
         # safetensors opens the file twice, by its name: the header may be that of the one and the bytes those of the next.
-        if before == _identity(path):
+        if before == identity(path):
             break
     return file
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def identity(path: Path) -> tuple[int, int] | None:
     """Numbers that change when another file gets this name; None where there is none."""
     with suppress(OSError):
         state = path.stat()

@@ -85,9 +85,10 @@ class TensorSnapshot:
     def changed(self) -> bool:
         """Whether the values differ. Where they do not (written to with the same values, copied, moved to another device), the
         tensors as they are now count as marked."""
-        if self._checksums() != self.checksums:
+        checksums, seen = self._look()
+        if checksums != self.checksums:
             return True
-        self._seen = self._present()
+        self._seen = seen
         return False
 
     def recast(self) -> bool:
@@ -97,13 +98,13 @@ class TensorSnapshot:
 
     def renew(self) -> None:
         """Mark what the tensors hold now."""
-        self.checksums, self._seen = self._checksums(), self._present()
+        self.checksums, self._seen = self._look()
 
-    def _checksums(self) -> tuple[tuple[Any, ...], ...]:
-        now = (mapping.get(key) for mapping, key in self.places)
-        return tuple((None, None, None) if tensor is None else checksum(tensor) for tensor in now)
-
-    def _present(self) -> tuple[tuple[Mapping[str, Tensor | None], str, Tensor | None, int | None], ...]:
+    def _look(
+        self,
+    ) -> tuple[tuple[tuple[Any, ...], ...], list[tuple[Mapping[str, Tensor | None], str, Tensor | None, int | None]]]:
+        """Checksums of the tensors as they are now; and where each is kept, itself, and its version."""
         now = [(mapping, key, mapping.get(key)) for mapping, key in self.places]
+        checksums = tuple((None, None, None) if tensor is None else checksum(tensor) for _, _, tensor in now)
         # An inference tensor counts no versions.
-        return tuple((m, k, t, None if t is None or t.is_inference() else t._version) for m, k, t in now)
+        return checksums, [(m, k, t, None if t is None or t.is_inference() else t._version) for m, k, t in now]

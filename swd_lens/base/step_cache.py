@@ -84,21 +84,13 @@ class CallFile:
         """Write the settings, and further values beside them."""
         write_sealed(self.path, {"settings": self.settings, "growing": self.growing, **more})
 
-    def write_values(self, path: Path, key: Key, values: Mapping[str, Any]) -> None:
-        """Write plain values as a step of this call."""
-        write_sealed(path, {"part": self._part(key), "values": values})
-
-    def read_values(self, path: Path, key: Key) -> Any:
-        """Read what `write_values` wrote. Raises ResumeError: it is of another call or key, or damaged."""
-        return self._values_of(read_sealed(path, WHAT, ResumeError), path, key, WHAT)
-
     def write_tensors(self, path: Path, key: Key, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Write tensors and plain values as a step of this call; an earlier file is replaced."""
         about = json.dumps({"part": self._part(key), "values": values}, sort_keys=True)
         write_tensors(path, tensors, {"swd_lens": about})
 
     def read_tensors(self, path: Path, key: Key, what: str = WHAT) -> tuple[dict[str, Tensor], Any]:
-        """Read what `write_tensors` wrote. Raises as `read_values`."""
+        """Read what `write_tensors` wrote. Raises ResumeError: it is of another call or key, or damaged."""
         tensors, metadata = read_tensors(path, what, ResumeError)
         with readable(path, what, ResumeError):
             about = json.loads(metadata["swd_lens"])
@@ -122,8 +114,7 @@ class StepCache:
         settings, growing: see `CallFile`.
         overwrite: remove what another call, or this one, has finished there.
 
-    Raises:
-        ResumeError: the folder holds steps of another call, or damaged ones.
+    Raises ResumeError: the folder holds steps of another call, or damaged ones.
     """
 
     def __init__(
@@ -160,8 +151,8 @@ class StepCache:
             return read(make())
         path = self._path(key, "json")
         if not path.is_file():
-            self.call.write_values(path, key, make())
-        values = self.call.read_values(path, key)
+            write_sealed(path, {"part": self.call._part(key), "values": make()})
+        values = self.call._values_of(read_sealed(path, WHAT, ResumeError), path, key, WHAT)
         with readable(path, WHAT, ResumeError):
             return read(values)
 

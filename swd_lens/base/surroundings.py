@@ -61,9 +61,17 @@ def with_torch_defaults(marked: Marked) -> Marked:
     if isinstance(marked, type):
         for name, member in list(vars(marked).items()):
             if not name.startswith("_") or name in _OPERATORS:
-                _mark_member(marked, name, member)
+                if isinstance(member, FunctionType) and not is_marked(member):
+                    if not inspect.isgeneratorfunction(inspect.unwrap(member)):  # nor a context manager that is written as one
+                        setattr(marked, name, with_torch_defaults(member))
+                elif isinstance(member, classmethod | staticmethod) and not is_marked(member.__func__):
+                    setattr(marked, name, type(member)(with_torch_defaults(member.__func__)))
+                elif isinstance(member, property) and member.fget is not None and not is_marked(member.fget):
+                    setattr(marked, name, property(with_torch_defaults(member.fget), member.fset, member.fdel, member.__doc__))
+                elif isinstance(member, functools.cached_property) and not is_marked(member.func):
+                    member.func = with_torch_defaults(member.func)
         return marked
-    assert callable(marked) and not _is_generator(marked)
+    assert callable(marked) and not inspect.isgeneratorfunction(inspect.unwrap(marked))
     function: Callable[..., Any] = marked
 
     @functools.wraps(function)
@@ -87,22 +95,6 @@ def is_marked(function: Any) -> bool:
     return getattr(function, "with_torch_defaults", False) is True
 
 
-def _mark_member(owner: type, name: str, member: Any) -> None:
-    if isinstance(member, FunctionType) and not _is_generator(member) and not is_marked(member):
-        setattr(owner, name, with_torch_defaults(member))
-    elif isinstance(member, classmethod | staticmethod) and not is_marked(member.__func__):
-        setattr(owner, name, type(member)(with_torch_defaults(member.__func__)))
-    elif isinstance(member, property) and member.fget is not None and not is_marked(member.fget):
-        setattr(owner, name, property(with_torch_defaults(member.fget), member.fset, member.fdel, member.__doc__))
-    elif isinstance(member, functools.cached_property) and not is_marked(member.func):
-        member.func = with_torch_defaults(member.func)
-
-
-def _is_generator(function: Any) -> bool:
-    """Also of a context manager that is written as one."""
-    return inspect.isgeneratorfunction(inspect.unwrap(function))
-
-
 class _Call(Undo):
     """The outermost marked call of a thread; what it changed and the hosts that it claimed are given back when it ends."""
 
@@ -124,16 +116,7 @@ class _Call(Undo):
                 _settings.push(functools.partial(torch.set_default_dtype, dtype))
                 torch.set_default_dtype(torch.float32)
             _highest_precision(_settings.push)
-        self._make_thread_plain()
-
-    def _give_back_settings(self) -> None:
-        with _lock:
-            _calls.discard(self)
-            if not _calls:
-                _settings.run()
-
-    def _make_thread_plain(self) -> None:
-        """Change what each thread has for itself: inference mode, autocast, the default device."""
+        # Each thread has these for itself: inference mode, autocast, the default device.
         autocast = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
         self.push(functools.partial(_give_back_modes, torch.is_grad_enabled(), autocast))
         contexts: list[AbstractContextManager[Any]] = []
@@ -148,6 +131,12 @@ class _Call(Undo):
             self.push(own.close)
             for context in contexts:
                 own.enter_context(context)
+
+    def _give_back_settings(self) -> None:
+        with _lock:
+            _calls.discard(self)
+            if not _calls:
+                _settings.run()
 
 
 def _give_back_modes(grad: bool, autocast: list[str]) -> None:
@@ -192,4 +181,4 @@ def claim(model: Any) -> None:
     """Give this host to the marked call that runs, until it ends; outside of one nothing is done. Raises HostInUseError:
     another thread uses it."""
     if (call := _thread.call) is not None:
-        take(model, call.name, call, call.push)
+        take(model, call.name, call.push, call)

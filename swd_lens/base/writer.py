@@ -88,10 +88,38 @@ def _held_for(folder: Path, prefix: str, call: str, target: Path, patience: floa
         if not alone and lock is not None and lock.held and thread is threading.current_thread():
             yield
             return
-        with _locked(target, folder / f"{prefix}{LOCK}", folder / f"{prefix}{HOLDER}", call, patience):
+        lock_file, holder_file = folder / f"{prefix}{LOCK}", folder / f"{prefix}{HOLDER}"
+        try:
+            lock = take(lock_file, patience) if wanted() else Lock()
+        except BlockingIOError:
+            try:
+                holder = json.loads(holder_file.read_text(encoding="utf-8"))
+                who = f"{holder['call']} (process {holder['process']} on {holder['machine']}, since {holder['since']})"
+            except (OSError, ValueError, KeyError, TypeError):  # it has not said so yet
+                who = "another call"
+            raise FolderInUseError(
+                f"{target} is written by {who}. Wait for it, end it, or give another folder; the lock of a process that died "
+                f"is free at once. Only if that process ran on another machine and is gone, remove {lock_file}"
+            ) from None
+        except NoLocks as cause:
+            raise _without_locks(target, cause) from cause
+        try:
+            if not wanted():
+                warn(f"{legible(target)} is written without a lock ({VARIABLE}=0): no other call must write there meanwhile")
+            _held[target] = (threading.current_thread(), lock)
+            now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+            holder = {"call": call, "process": os.getpid(), "machine": socket.gethostname(), "since": now}
+            with naming(holder_file):
+                holder_file.write_text(json.dumps(holder), encoding="utf-8")
             # What calls left that were killed: anywhere in a folder, and beside a file those of the file.
             remove_remains(target) if target.is_dir() else remove_remains(target.parent, target.name)
             yield
+        finally:
+            if lock.held:  # a forked child that leaves the block has nothing to give back
+                _held.pop(target, None)
+                with suppress(OSError):
+                    holder_file.unlink()  # before the lock is free, so that it is never the next holder's
+                lock.free()
     finally:
         for path in made:  # what nothing was written into goes again
             with suppress(OSError):
@@ -144,45 +172,6 @@ def require_writable(folder: str | Path, n_bytes: int = 0) -> None:
             f"{legible(folder)}: about {n_bytes / 1e9:.2f} GB will be written and {free / 1e9:.2f} GB are "
             "free. Free some space, or give another disk; nothing was done"
         )
-
-
-@contextmanager
-def _locked(target: Path, lock_file: Path, holder_file: Path, call: str, patience: float) -> Iterator[None]:
-    """The target's lock, for one thread of one process; patience: seconds."""
-    try:
-        lock = take(lock_file, patience) if wanted() else Lock()
-    except BlockingIOError:
-        raise _in_use(target, lock_file, holder_file) from None
-    except NoLocks as cause:
-        raise _without_locks(target, cause) from cause
-    try:
-        if not wanted():
-            warn(f"{legible(target)} is written without a lock ({VARIABLE}=0): no other call must write there meanwhile")
-        _held[target] = (threading.current_thread(), lock)
-        now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        holder = {"call": call, "process": os.getpid(), "machine": socket.gethostname(), "since": now}
-        with naming(holder_file):
-            holder_file.write_text(json.dumps(holder), encoding="utf-8")
-        yield
-    finally:
-        if lock.held:  # a forked child that leaves the block has nothing to give back
-            _held.pop(target, None)
-            with suppress(OSError):
-                holder_file.unlink()  # before the lock is free, so that it is never the next holder's
-            lock.free()
-
-
-def _in_use(target: Path, lock_file: Path, holder_file: Path) -> Exception:
-    """The error that says who holds the target; nobody is named where the holder has not said so yet."""
-    try:
-        holder = json.loads(holder_file.read_text(encoding="utf-8"))
-        who = f"{holder['call']} (process {holder['process']} on {holder['machine']}, since {holder['since']})"
-    except (OSError, ValueError, KeyError, TypeError):
-        who = "another call"
-    return FolderInUseError(
-        f"{target} is written by {who}. Wait for it, end it, or give another folder; the lock of a process that died is "
-        f"free at once. Only if that process ran on another machine and is gone, remove {lock_file}"
-    )
 
 
 def _without_locks(folder: Path, cause: OSError) -> Exception:

@@ -37,26 +37,26 @@ def merged(folder: Path, dtype: torch.dtype) -> tuple[Path, str]:
     digest = hashlib.sha256(repr((str(folder.resolve()), stated)).encode()).hexdigest()
     place = f"adapters/{digest[:32]}-{str(dtype).removeprefix('torch.')}"
     source = {"folder": folder.resolve().name, "adapter": CONFIG, "dtype": str(dtype)}
-    return made_folder(place, WHAT, source, lambda to: _merge(folder, files, dtype, to))
 
+    def merge(to: Path) -> str:
+        from peft import PeftModel  # pyright: ignore[reportMissingImports]
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
-def _merge(folder: Path, files: list[Path], dtype: torch.dtype, to: Path) -> str:
-    from peft import PeftModel  # pyright: ignore[reportMissingImports]
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+        # transformers looks for an adapter beside the weights, and would put its modules in by itself.
+        with tempfile.TemporaryDirectory() as plain:
+            for path in files:
+                if not path.name.startswith("adapter_"):
+                    (Path(plain) / path.name).symlink_to(path.resolve())
+            base: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(plain, local_files_only=True)
+        with refused_as(f"peft cannot merge the adapter in {legible(folder)}"):
+            model: Any = PeftModel.from_pretrained(base, str(folder))
+            whole = model.merge_and_unload(safe_merge=True)
+        whole.save_pretrained(to)
+        tokenizer.save_pretrained(to)
+        return f"{folder.resolve().name}, adapter merged"
 
-    # transformers looks for an adapter beside the weights, and would put its modules in by itself.
-    with tempfile.TemporaryDirectory() as plain:
-        for path in files:
-            if not path.name.startswith("adapter_"):
-                (Path(plain) / path.name).symlink_to(path.resolve())
-        base: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(plain, local_files_only=True)
-    with refused_as(f"peft cannot merge the adapter in {legible(folder)}"):
-        model: Any = PeftModel.from_pretrained(base, str(folder))
-        whole = model.merge_and_unload(safe_merge=True)
-    whole.save_pretrained(to)
-    tokenizer.save_pretrained(to)
-    return f"{folder.resolve().name}, adapter merged"
+    return made_folder(place, WHAT, source, merge)
 
 
 def require_no_adapter(model: nn.Module) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from swd_lens.base.errors import HostDiffersError, legible, warn
 from swd_lens.base.machine import is_out_of_memory
+from swd_lens.hosts.families import is_bridge
 
 N_TOKENS = 32
 REFUSED, WARNED = 1e-3, 1e-4  # of the largest logit
@@ -90,26 +91,30 @@ class Reference:
             kind: "HookedTransformer" or "TransformerBridge".
             other: a kind that may be tried where it does not.
 
-        Raises:
-            HostDiffersError: they differ by more than `REFUSED`, or the host does not run on these tokens.
-            MemoryError, RuntimeError: there is no memory to compare them.
-
-        Warns:
-            UserWarning: they differ by more than `WARNED`, or could not be compared.
+        Raises HostDiffersError: they differ by more than `REFUSED`, or the host does not run on these tokens; MemoryError,
+        RuntimeError: there is no memory to compare them. Warns where they differ by more than `WARNED`, or are not compared.
         """
         if self.row is None:
             warn(f"{legible(self.name)} was loaded without being compared with transformers' own model: {legible(self.reason)}")
             return
+        from swd_lens.hosts.bridge.running import BridgeRuns  # at its use: slow to import
+
+        versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("transformers", "transformer_lens"))
         try:
             with torch.no_grad(), _in_float32(model) if self.exact else nullcontext():
-                logits = _run(model, self.row).float().cpu()
+                if is_bridge(model):  # not by `host_of`: whether its matrices are sites is another question
+                    runs = BridgeRuns()
+                    runs.model = model
+                    logits = runs.run(self.row).float().cpu()
+                else:
+                    logits = model(self.row.to(model.cfg.device)).float().cpu()
         except Exception as cause:
             if is_out_of_memory(cause):  # no reason to take a host of another kind
                 raise
             its_cause = f"{type(cause).__name__}: {cause}"
             raise HostDiffersError(
                 f"transformers' own model of {self.name} runs on a row of tokens, and this {kind} does not ({its_cause}; "
-                f"{_versions()}). check=False loads it all the same"
+                f"{versions}). check=False loads it all the same"
             ) from cause
         # The largest difference over the largest logit, and its position. Vocabularies may be padded.
         n_words = min(logits.shape[-1], self.logits.shape[-1])
@@ -124,7 +129,7 @@ class Reference:
         found = (
             f"this {kind} of {legible(self.name)} gives other logits than transformers' own model of the same checkpoint: by "
             f"up to {difference:.2g} of the largest, at position {position} of a row of {self.row.shape[1]} tokens "
-            f"({_versions()})"
+            f"({versions})"
         )
         if not difference <= refused:  # nor where it is NaN
             advice = "Another version of transformer_lens may agree" if other is None else f'Try kind="{other}"'
@@ -133,23 +138,6 @@ class Reference:
             )
         if difference > warned:
             warn(f"{found}, which is more than rounding makes")
-
-
-def _versions() -> str:
-    return ", ".join(f"{name} {metadata.version(name)}" for name in ("transformers", "transformer_lens"))
-
-
-def _run(model: Any, row: Int[Tensor, "1 pos"]) -> Float[Tensor, "1 pos vocab"]:
-    from swd_lens.hosts.families import is_bridge
-
-    if not is_bridge(model):
-        return model(row.to(model.cfg.device))
-    # Not `host_of`: whether its matrices are sites is another question.
-    from swd_lens.hosts.bridge.running import BridgeRuns
-
-    runs = BridgeRuns()
-    runs.model = model
-    return runs.run(row)
 
 
 @contextmanager

@@ -114,9 +114,6 @@ def _refuse(layer: int, features: dict[str, bool]) -> None:
             )
 
 
-# ---------------------------------------------------------------------------------------------- HookedTransformer
-
-
 def _hooked_heads(host: Host, layer: int, attn: Any, positions: Positions) -> Heads:
     from swd_lens.hosts.hooked.components import matrices
 
@@ -144,9 +141,6 @@ def _hooked_heads(host: Host, layer: int, attn: Any, positions: Positions) -> He
         slopes=attn.create_alibi_multipliers(cfg.n_heads).to(query_bias) if positions == "alibi" else None,
         soft_cap=facts_of(host.model).score_cap,
     )
-
-
-# ---------------------------------------------------------------------------------------------- TransformerBridge
 
 
 def _bridge_heads(host: Host, layer: int, attn: Any, positions: Positions) -> Heads:
@@ -210,9 +204,6 @@ def _bridge_norm(attn: Any, name: str) -> HeadNorm | None:
     scale = scale_of(norm)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return HeadNorm(torch.ones_like(weight, dtype=torch.float32) if scale is None else scale, float(eps or 0))
-
-
-# ---------------------------------------------------------------------------------------------- rotary positions
 
 
 @dataclass(frozen=True)

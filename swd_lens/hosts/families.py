@@ -65,13 +65,7 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM"),
         blocks=("model.layers", "model.language_model.layers"),
-        modules={
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_o": "self_attn.o_proj",
-            **_LLAMA_MLP,
-        },
+        modules={**{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkvo"}, **_LLAMA_MLP},
     ),
     # Three layers in four are linear attention (a gated delta net).
     "qwen3_5": Family(
@@ -142,9 +136,6 @@ def require_hooked_transformer(error: type[Exception]) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------- parts
-
-
 @dataclass(frozen=True)
 class ScoredAttention:
     """An attention component of bridges whose forward is transformer_lens' own; others leave it to transformers."""
@@ -160,27 +151,14 @@ SCORED_ATTENTION: Mapping[str, ScoredAttention] = {
 }
 
 
-@dataclass(frozen=True)
-class CacheLayer:
-    """A layer of Hugging Face's caches that never writes to the keys and values it keeps. appends: its update is one
-    concatenation along positions, and nothing else."""
-
-    appends: bool = False
-
-
-# By name: which of these classes there are depends on the version of transformers.
-CACHE_LAYERS: Mapping[str, CacheLayer] = {
-    "DynamicLayer": CacheLayer(appends=True),
-    "DynamicSlidingWindowLayer": CacheLayer(),
-    "LinearAttentionLayer": CacheLayer(),
-}
+# Layers of Hugging Face's caches that never write to the keys and values they keep, by name (which of them there are depends on
+# the version of transformers) -> whether their update is one concatenation along positions, and nothing else.
+CACHE_LAYERS: Mapping[str, bool] = {"DynamicLayer": True, "DynamicSlidingWindowLayer": False, "LinearAttentionLayer": False}
 
 
 # What a module calls the rate of a dropout that is a function, not an nn.Dropout (Llama's and Qwen's attention).
 DROPOUT_RATES = ("attention_dropout", "dropout", "dropout_p", "hidden_dropout", "activation_dropout")
 
-
-# ---------------------------------------------------------------------------------------------- facts
 
 POSITIONS: Mapping[str, Positions] = {"standard": "learned", "rotary": "rotary", "alibi": "alibi", "none": "none"}
 # Activation functions that mix neurons: their derivative is no slope per neuron.
@@ -207,16 +185,12 @@ class Facts:
 
 def is_bridge(model: Any) -> bool:
     """Whether the model is a TransformerBridge."""
-    return "TransformerBridge" in _class_names(model)
+    return any(cls.__name__ == "TransformerBridge" for cls in type(model).__mro__)
 
 
 def is_hooked(model: Any) -> bool:
     """Whether the model is a HookedTransformer (transformer_lens 3.9; 4.x has none to ask isinstance of)."""
-    return "HookedTransformer" in _class_names(model)
-
-
-def _class_names(model: Any) -> set[str]:
-    return {cls.__name__ for cls in type(model).__mro__}
+    return any(cls.__name__ == "HookedTransformer" for cls in type(model).__mro__)
 
 
 def facts_of(model: Any) -> Facts:
@@ -226,6 +200,8 @@ def facts_of(model: Any) -> Facts:
     normalization = None if cfg.normalization_type is None else str(cfg.normalization_type)
     takes_mean = normalization is not None and normalization.startswith("LN") and not getattr(cfg, "uses_rms_norm", False)
     activation = str(getattr(cfg, "act_fn", ""))
+    caps = (float(getattr(cfg, name, None) or 0) for name in ("attn_scores_soft_cap", "output_logits_soft_cap"))
+    score_cap, logit_cap = (cap if cap > 0 else None for cap in caps)  # TransformerLens says -1 or 0 where there is none
     return Facts(
         bridge=is_bridge(model),
         # A HookedTransformer says original_architecture, a bridge architecture.
@@ -238,12 +214,6 @@ def facts_of(model: Any) -> Facts:
         adjacent_pairs=bool(getattr(cfg, "rotary_adjacent_pairs", False)),
         activation=activation,
         mixes_neurons=activation.startswith(_MIXING),
-        score_cap=_cap(getattr(cfg, "attn_scores_soft_cap", None)),
-        logit_cap=_cap(getattr(cfg, "output_logits_soft_cap", None)),
+        score_cap=score_cap,
+        logit_cap=logit_cap,
     )
-
-
-def _cap(setting: Any) -> float | None:
-    """TransformerLens says -1 or 0 where there is none."""
-    cap = float(setting or 0)
-    return cap if cap > 0 else None

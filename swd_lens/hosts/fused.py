@@ -49,13 +49,8 @@ _AGREED: WeakKeyDictionary[Any, dict[torch.dtype, int]] = WeakKeyDictionary()
 def fused_attention(host: Host, tokens: Int[Tensor, "rows pos"]) -> Iterator[bool]:
     """While open, layers that can compute their attention fused; true where some do. The host is as it was afterwards.
 
-    Open it before anything is recorded: a row may be run for comparison.
-
-    Args:
-        tokens: rows as they will be run. Nothing is fused where their scores are few.
-
-    Warns:
-        UserWarning: fused attention gives other logits on this host, or fails.
+    Open it before anything is recorded: a row may be run for comparison. tokens: rows as they will be run; nothing is fused where
+    their scores are few. Warns where fused attention gives other logits on this host, or fails.
     """
     undo = Undo()
     with undo, undo:  # twice: a Ctrl-C on the way into the end of the inner one is still inside of the outer

@@ -148,9 +148,7 @@ class Host(Protocol):
         """Run all positions but the last (no gradient) and keep what later positions need of them.
 
         None for one-token prompts, and where the host cannot (it attends both ways); `last_logits` then runs whole prompts.
-
-        Args:
-            begun: go on from there; the prefix is for runs that start at its block or later.
+        begun: go on from there; the prefix is for runs that start at its block or later.
         """
         ...
 
@@ -171,13 +169,9 @@ class Host(Protocol):
     ) -> Float[Tensor, "batch _pos d_model"]:
         """The residual stream before block `layer` (layer = number of blocks: behind the last one), earlier hooks included.
 
-        At every position; with a prefix at the last one only. Blocks from `layer` on are not run.
-
-        Args:
-            start: take up from there, at every position (with a prefix at the last one). The bits are then those that
-                `run_blocks` sees.
-
-        Raises ValueError: the start lies behind `layer`, or before the layers that the prefix keeps.
+        At every position; with a prefix at the last one only. Blocks from `layer` on are not run. start: take up from there, at
+        every position (with a prefix at the last one); the bits are then those that `run_blocks` sees. Raises ValueError: the
+        start lies behind `layer`, or before the layers that the prefix keeps.
         """
         ...
 
@@ -252,16 +246,8 @@ class Host(Protocol):
         ...
 
 
-@runtime_checkable
-class AttachmentGuard(Protocol):
-    """Something that is attached to a host and is checked whenever a function of swd_lens takes up the host."""
-
-    def at_call(self, host: Host) -> None:
-        """Raise AttachError where it was changed."""
-        ...
-
-
-# In a model's own __dict__: its guards, see `swd_lens.hosts.weights.keep_watch`. A deep copy has copies of them.
+# In a model's own __dict__: its guards (`swd_lens.hosts.weights.listed_in`). Whenever a function of swd_lens takes up the host,
+# their `at_call(host)` raises AttachError where what they guard was changed. A deep copy has copies of them.
 STANDING = "_standing_units"
 
 

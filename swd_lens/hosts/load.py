@@ -95,16 +95,15 @@ def load_host(
     if folder is None and (file := gguf_file(name)) is not None:
         folder, label = dequantized(file, precision)
         name = str(folder)
-    if folder is not None and not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{legible(folder)} has no config.json; give a Hugging Face checkpoint folder (save_pretrained writes one)"
-        )
     if folder is not None:
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                f"{legible(folder)} has no config.json; give a Hugging Face checkpoint folder (save_pretrained writes one)"
+            )
         require_language_model(str(folder), folder.resolve().name)
-    if folder is not None and (folder / adapters.CONFIG).is_file():
-        folder, label = adapters.merged(folder, precision)
-        name = str(folder)
-    if folder is not None:
+        if (folder / adapters.CONFIG).is_file():
+            folder, label = adapters.merged(folder, precision)
+            name = str(folder)
         label = label or folder.resolve().name
     model = _Loading(name, folder, label, device, precision, device_map, check).load(kind)
     if getattr(model, "tokenizer", None) is not None:
@@ -139,7 +138,7 @@ class _Loading:
         from transformer_lens.model_bridge import TransformerBridge
 
         where: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "device_map": self.device_map}
-        reference = self._reference()
+        reference = Reference(self.label or self.name) if self.check else None
         where["model_class"] = _Seen(reference)
         model = TransformerBridge.boot_transformers(self.name, **where)
         if self.label is not None:
@@ -155,9 +154,10 @@ class _Loading:
         from transformer_lens import loading_from_pretrained as loading
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from swd_lens.hosts.hooked.layout import lay_out
+        from swd_lens.hosts.hooked.components import lay_out
 
-        config, reference = _config(self.name, self.folder, self.device, self.dtype), self._reference()
+        config = _config(self.name, self.folder, self.device, self.dtype)
+        reference = Reference(self.label or self.name) if self.check else None
         # transformers' own model, where HookedTransformer would load it as it is loaded here; else None. Eager attention is what
         # hosts compute, to the order of its sums.
         network: Any = None
@@ -187,9 +187,6 @@ class _Loading:
         if reference is not None:
             reference.require(model, "HookedTransformer", other)
         return model
-
-    def _reference(self) -> Reference | None:
-        return Reference(self.label or self.name) if self.check else None
 
 
 class _Seen:

@@ -33,15 +33,8 @@ Measure = Callable[..., Tensor]
 def ends_in_whole_logits(
     host: Host, few: Int[Tensor, "batch pos"], run: Callable[[], Tensor], *, rounded: bool = False, shortcut: Any = None
 ) -> bool:
-    """Whether `run` ends in the logits of a whole run of these tokens.
-
-    Args:
-        run: what leaves the last block, (batch, pos, d_model), its own way; it is unembedded in two parts, as longer rows are.
-        rounded: they may also differ by what the dtype of the host's logits rounds off.
-        shortcut: what such runs are called in warnings; None: nobody is warned.
-
-    Raises and warns as `verified`.
-    """
+    """Whether `run` ends in the logits of a whole run of these tokens; see `verified`, also for rounded and shortcut. run: what
+    leaves the last block, (batch, pos, d_model), its own way; it is unembedded in two parts, as longer rows are."""
     whole, half = host.run(few), -(-few.shape[1] // 2)
 
     def in_parts() -> Tensor:
@@ -111,7 +104,7 @@ class Predictions:
     def parts(self, rows: Int[Tensor, "rows pos"], last: int) -> Iterator[tuple[slice, slice]]:
         """Rows and predictions, `last` of each row; all at once where whole logits are small."""
         most, n_rows = CHUNK_BYTES // (4 * self._d_vocab), rows.shape[0]
-        if self._are_small(rows):
+        if 4 * rows.numel() * self._d_vocab <= CHUNK_BYTES:
             yield slice(0, n_rows), slice(0, last)
             return
         of_rows = max(1, min(n_rows, most))
@@ -120,14 +113,11 @@ class Predictions:
             for start in range(0, last, at_once):
                 yield slice(row, min(row + of_rows, n_rows)), slice(start, min(start + at_once, last))
 
-    def _are_small(self, rows: Tensor) -> bool:
-        return 4 * rows.numel() * self._d_vocab <= CHUNK_BYTES
-
     def _residual(self, rows: Tensor, start: Start | None = None) -> Float[Tensor, "rows pos d_model"]:
         return self.host.residual(rows, int(self.host.model.cfg.n_layers), start=start)
 
     def _unembeds_apart(self, rows: Int[Tensor, "rows pos"]) -> bool:
-        if self._are_small(rows):
+        if 4 * rows.numel() * self._d_vocab <= CHUNK_BYTES:
             return False
         if self._apart is None:
             self._apart = self._agrees(rows)

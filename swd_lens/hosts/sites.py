@@ -75,15 +75,8 @@ RESIDUAL_MATRICES = ("attn_o", "mlp_out")
 WRITES_RESIDUAL = (*RESIDUAL_MATRICES, "mlp")
 
 # TransformerLens parameter names, relative to blocks.{L}.
-_TL_NAMES = {
-    "attn_q": ("attn.W_Q",),
-    "attn_k": ("attn.W_K",),
-    "attn_v": ("attn.W_V",),
-    "attn_o": ("attn.W_O",),
-    "mlp_gate": ("mlp.W_gate",),
-    "mlp_in": ("mlp.W_in",),
-    "mlp_out": ("mlp.W_out",),
-}
+_TL_NAMES = {f"attn_{part.lower()}": (f"attn.W_{part}",) for part in "QKVO"}
+_TL_NAMES |= {f"mlp_{part}": (f"mlp.W_{part}",) for part in ("gate", "in", "out")}
 # Modules around the lists of blocks of Hugging Face's models.
 _OUTER_MODULES = re.compile(rf"^(?:(?:{'|'.join(sorted({m for path in block_paths() for m in path.split('.')[:-1]}))})\.)+")
 _NAME = re.compile(r"^blocks\.(\d+)\.(\w+)((?:\.\w+)*)$")
@@ -273,9 +266,6 @@ def matches(site: Site, pattern: str) -> bool:
     # A pattern may name the model's list of blocks by its whole path, or by its last part alone.
     patterns = (pattern, _OUTER_MODULES.sub("", pattern))
     return pattern == "all" or any(fnmatchcase(name, each) for name in names for each in patterns)
-
-
-# ---------------------------------------------------------------------------------------------- ends
 
 
 @dataclass(frozen=True)

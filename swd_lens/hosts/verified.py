@@ -38,10 +38,8 @@ def verified(
         within: logits that they may differ by at most, besides.
         tolerance: how far they may differ, of the largest logit.
 
-    Raises MemoryError, RuntimeError: there is no memory for the fast run, which says nothing of the host.
-
-    Warns:
-        UserWarning: the fast run gives other logits, or fails.
+    Raises MemoryError, RuntimeError: there is no memory for the fast run, which says nothing of the host. Warns where the fast
+    run gives other logits, or fails.
     """
     try:
         shortened = fast()
@@ -49,11 +47,11 @@ def verified(
         if is_out_of_memory(cause):
             raise
         reason = legible(f"{type(cause).__name__}: {cause}")
-        _warn(
-            shortcut,
-            f"a run of this host fails when it is shortened ({shortcut}): {reason}. So it will not be: slower, but right. A hook "
-            "of yours that wants every position does this; where there is none, please report the model",
-        )
+        if shortcut is not None:
+            warn(
+                f"a run of this host fails when it is shortened ({shortcut}): {reason}. So it will not be: slower, but right. A "
+                "hook of yours that wants every position does this; where there is none, please report the model"
+            )
         return False
     plain = plain if isinstance(plain, Tensor) else plain()
     agrees, finite = False, plain.isfinite()
@@ -61,15 +59,9 @@ def verified(
         tolerance = max(tolerance, 8 * torch.finfo(plain.dtype).eps) if rounded else tolerance
         apart = (shortened.float() - plain.float())[finite].abs()
         agrees = not apart.numel() or bool(apart.max() <= tolerance * plain[finite].abs().max() and apart.max() <= within)
-    if not agrees:
-        _warn(
-            shortcut,
+    if not agrees and shortcut is not None:
+        warn(
             f"this host gives other logits when a run is shortened ({shortcut}) than when it is not, so it will not be: slower, "
-            "but right. Please report the model",
+            "but right. Please report the model"
         )
     return agrees
-
-
-def _warn(shortcut: Any, message: str) -> None:
-    if shortcut is not None:
-        warn(message)

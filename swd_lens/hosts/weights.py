@@ -7,7 +7,8 @@
 2. `shadow_methods` covers methods of a host for a while. A method is covered in the instance's own __dict__ by a `Shadow`,
    which knows the attachments that want it; the last one to leave takes it away, and nothing of the host's class is touched.
    A `Refusal` raises, with the reason; a host may bring other shadows (bridge: stacked weights).
-3. `keep_watch` has `host_of`, with which every function of swd_lens begins, look whether units that stand in a host still hold.
+3. `listed_in` has a host know what stands in it: under STANDING the units that `host_of`, with which every function of swd_lens
+   begins, asks whether they still hold.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from swd_lens.base.errors import UnsupportedHostError, legible
 from swd_lens.base.holding import own_method, set_own_method
-from swd_lens.hosts.host import STANDING, AttachmentGuard, Host, Register
+from swd_lens.hosts.host import Host, Register
 from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site
 
 
@@ -140,14 +141,14 @@ def while_wanted(state: dict[str, Any], begin: Callable[[], None], end: Callable
     begin()
 
 
-def keep_watch(model: Any, watch: AttachmentGuard, register: Register) -> None:
-    """Have `swd_lens.hosts.host_of` call `watch.at_call(host)`, until the undo."""
+def listed_in(model: Any, key: str, item: Any, register: Register, kind: Callable[[], list[Any]] = list) -> None:
+    """List an item in the model's own __dict__, until the undo. kind: of the list that is made where there is none."""
 
     def undo() -> None:
-        watches = model.__dict__.get(STANDING, [])
-        watches[:] = [other for other in watches if other is not watch]
-        if not watches:
-            model.__dict__.pop(STANDING, None)
+        items = model.__dict__.get(key, kind())
+        items[:] = [other for other in items if other is not item]
+        if not items:
+            model.__dict__.pop(key, None)
 
     register(undo)
-    model.__dict__.setdefault(STANDING, []).append(watch)
+    model.__dict__.setdefault(key, kind()).append(item)

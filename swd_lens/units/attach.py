@@ -29,13 +29,14 @@ from torch import Tensor
 
 from swd_lens.base.display import card
 from swd_lens.base.errors import AttachError, brief, quoted
-from swd_lens.base.holding import hold
+from swd_lens.base.holding import take
 from swd_lens.base.interrupts import Undo, hold_back_interrupts, joint, unparted
 from swd_lens.base.surroundings import claim, with_torch_defaults
-from swd_lens.hosts import Host, drops_out, host_of
+from swd_lens.hosts import Host, host_of
+from swd_lens.hosts.host import STANDING, drops_out
 from swd_lens.hosts.recording import record
 from swd_lens.hosts.sites import Site, overlapping
-from swd_lens.hosts.weights import keep_watch
+from swd_lens.hosts.weights import listed_in
 from swd_lens.units.cache import cover_helpers
 from swd_lens.units.integrity import Probe
 from swd_lens.units.match import check_units, dtype_of
@@ -129,7 +130,7 @@ class Attachment:
 
     def __str__(self) -> str:
         lines = [f"{site.hook_name}: {self.factors[site.name]!r}" for site in self.sites]
-        return "\n  ".join([f"Attachment ({self._state()})", *lines])
+        return "\n  ".join([f"Attachment ({'attached' if self.attached else 'detached'})", *lines])
 
     def __repr__(self) -> str:
         return brief(str(self))
@@ -141,10 +142,8 @@ class Attachment:
             "replaces": [site.name for site in self.sites],
             "shape": [f"({site.d_in}, {site.d_out})" for site in self.sites],
         }
-        return card(f"Attachment of {len(self.sites)} sites, {self._state()}", pd.DataFrame(columns))
-
-    def _state(self) -> str:
-        return "attached" if self.attached else "detached"
+        state = "attached" if self.attached else "detached"
+        return card(f"Attachment of {len(self.sites)} sites, {state}", pd.DataFrame(columns))
 
 
 @with_torch_defaults
@@ -182,18 +181,8 @@ def attach(model: Any, factors: Any) -> Attachment:
     with attachment._undo.if_broken():
         # 3. The host is this thread's, lists the attachment, and refuses methods that rewrite weights.
         hold_back_interrupts(push)
-        hold(host.model, "attach", push)
-        # Have `detach(model)` find an attachment, until its undo.
-        own = host.model.__dict__
-
-        def forget() -> None:
-            listed = own.get(_STANDING, _Listed())
-            listed[:] = [other for other in listed if other is not attachment]
-            if not listed:
-                own.pop(_STANDING, None)
-
-        attachment._undo.push(forget)
-        own.setdefault(_STANDING, _Listed()).append(attachment)
+        take(host.model, "attach", push)
+        listed_in(host.model, _STANDING, attachment, push, _Listed)
         host.guard(_WHILE_ATTACHED, push)
         # 4. Swap each site's dense product for a projection.
         of_layer: dict[int, dict[str, Projection]] = {}
@@ -205,7 +194,7 @@ def attach(model: Any, factors: Any) -> Attachment:
             hook.train(block.training)
             host.swap(site, projection, hook, push)
             projection.watch = Watch(host, site, units[site.name])
-            keep_watch(host.model, projection.watch, push)
+            listed_in(host.model, STANDING, projection.watch, push)
             attachment._projections[site.name] = of_layer.setdefault(site.layer, {})[site.name] = projection
         # 5. Tell TransformerLens' own helpers, and see to it that sites that do not run are reported.
         cover_helpers(host.model, attachment._projections, push)
@@ -294,9 +283,6 @@ def is_bare(host: Host, beside: Collection[str] = ()) -> bool:
 def _attached(host: Host) -> list[str]:
     """Names of the places where units are attached, also of whole MLPs and of matrices that share weights with others."""
     return [site.name for site in (*host.sites(), *host.alternatives()) if host.is_swapped(site)]
-
-
-# ---------------------------------------------------------------------------------------------- probe
 
 
 def probe_tokens(rows: Int[Tensor, "rows pos"] | None, d_vocab: int, n_ctx: int) -> list[int]:

@@ -17,7 +17,7 @@ from transformer_lens.ActivationCache import ActivationCache
 
 from swd_lens.base.errors import AttachError
 from swd_lens.base.holding import own_method
-from swd_lens.hosts import Register
+from swd_lens.hosts.host import Register
 from swd_lens.hosts.sites import split_name
 from swd_lens.hosts.weights import Shadow, shadow_methods
 from swd_lens.units.projection import Projection, UnitProjection

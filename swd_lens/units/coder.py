@@ -61,9 +61,6 @@ def is_counted(source: Any) -> bool:
     return all(hasattr(source, name) for name in ("n_units", "edges_per_unit", "valid_units"))
 
 
-# ---------------------------------------------------------------------------------------------- encode / decode
-
-
 @dataclass(frozen=True, repr=False)
 class CoderUnits:
     """Units made by an encode/decode pair, in place of y = dense(h) = h @ W + bias.
@@ -94,8 +91,6 @@ class CoderUnits:
             for name in ("edges_per_unit", "valid_units"):
                 self._own(name)
 
-    # ------------------------------------------------------------------ running
-
     @property
     def d_read(self) -> int:
         """The width of what encode takes."""
@@ -117,13 +112,8 @@ class CoderUnits:
     def run(
         self, h: Float[Tensor, "*batch d_in"], dense: Callable[[Tensor], Tensor], hook: Callable[[Tensor], Tensor] = lambda z: z
     ) -> Float[Tensor, "*batch d_out"]:
-        """The site's output through the units.
-
-        Args:
-            h: (batch, pos, d_in) the site's input.
-            dense: the site's own h -> h @ W + bias; called only where the units read or write beyond it.
-            hook: sees z and may replace it.
-        """
+        """The site's output through the units. dense: the site's own h -> h @ W + bias; called only where the units read or write
+        beyond it; hook: sees z and may replace it."""
         written = self.decode(hook(self.encode(h if self.reads == "input" else dense(h))))
         return written if self.writes == "output" else dense(written)
 
@@ -142,8 +132,6 @@ class CoderUnits:
                 f"{self.name} is on {device}, the host computes on {x.device}; move it first: coder.to({quoted(str(x.device))})"
             )
         return function(x.to(dtype or x.dtype)).to(x.dtype)
-
-    # ------------------------------------------------------------------ counts
 
     @property
     def edges_per_unit(self) -> Int[Tensor, " unit"]:

@@ -96,18 +96,10 @@ class Factors:
             object.__setattr__(self, name, value)  # frozen for others
 
     def require_unedited(self, site: str = "") -> None:
-        """Do nothing if read, write and offsets hold the values that these Factors were made with.
-
-        Args:
-            site: how the message calls them; "" = as their provenance does.
-
-        Raises:
-            AttachError: they were changed in place.
-        """
+        """Require that read, write and offsets hold the values that these Factors were made with. site: how the message calls
+        them; "" = as their provenance does. Raises AttachError: they were changed in place."""
         if self.mark.changed():
             raise AttachError(f"{site or self.provenance.get('site', 'these factors')}: {EDITED}")
-
-    # ------------------------------------------------------------------ sizes and counts
 
     @property
     def d_in(self) -> int:
@@ -148,8 +140,6 @@ class Factors:
         """s = 1 - K / numel(W)."""
         return 1.0 - self.edges / (self.d_in * self.d_out)
 
-    # ------------------------------------------------------------------ errors
-
     def product(self) -> Float[Tensor, "d_in d_out"]:
         """read @ write, dense."""
         return self.read @ self.write
@@ -187,8 +177,6 @@ class Factors:
     def relative_frobenius(self, weight: Float[Tensor, "d_in d_out"] | None = None) -> float:
         """||W - AB||_F / ||W||_F."""
         return self.relmse(None, weight) ** 0.5
-
-    # ------------------------------------------------------------------ other
 
     def sparse(self, layout: torch.layout = torch.sparse_coo) -> tuple[Shaped[Tensor, "d_in unit"], Shaped[Tensor, "unit d_out"]]:
         """Read and write factor as sparse tensors of their nonzeros.
@@ -287,9 +275,6 @@ class Factors:
 def _weight_mark(weight: Tensor | None) -> TensorSnapshot:
     tensors = {} if weight is None else {"weight": weight}
     return TensorSnapshot((tensors, name) for name in tensors)
-
-
-# ---------------------------------------------------------------------------------------------- many matrices
 
 
 # Plain at run time: a checker of types that looks into a Mapping[str, Factors] would make the Factors of a loaded set.
@@ -515,8 +500,6 @@ class FactorSet(OnHub, _SetBase):
         ask = "relMSE is each matrix's own. CE ± se and KL of the set: swd.fidelity(model, factors, heldout_tokens)."
         unmeasured = None if self.provenance.get("goal") else ask
         return card(self._counted(), self.table(), unmeasured, settings, folded_settings(self.provenance, "provenance"))
-
-    # ------------------------------------------------------------------ files
 
     def save(self, folder: str | Path) -> Path:
         """Write the set into the folder (made if need be), in place of a set that is there; 8 bytes per edge.

@@ -74,9 +74,10 @@ class OnHub(ModelHubMixin, library_name="swd_lens", tags=["interpretability", "s
             huggingface_hub.errors.HfHubHTTPError: not logged in, no right to write there, ...
             FactorFileError: see `save`.
         """
+        model = self.provenance.get("model", "an unnamed model")
         options = {
             "delete_patterns": [_SITE_FILES],
-            "commit_message": f"Sparse factors of {_model(self)}",
+            "commit_message": f"Sparse factors of {model}",
             **options,
             "model_card_kwargs": {"repo_id": repo_id, **(options.get("model_card_kwargs") or {})},
         }
@@ -143,7 +144,7 @@ class OnHub(ModelHubMixin, library_name="swd_lens", tags=["interpretability", "s
 
     def generate_model_card(self: Any, *args: Any, **kwargs: Any) -> ModelCard:
         """The card (README.md) of this set. Keyword arguments replace what the template would be filled with."""
-        model = _model(self)
+        model = str(self.provenance.get("model", "an unnamed model"))
         data = ModelCardData(
             library_name="swd_lens",
             base_model=model if _REPOSITORY.fullmatch(model) else None,
@@ -164,7 +165,3 @@ class OnHub(ModelHubMixin, library_name="swd_lens", tags=["interpretability", "s
             "format": FORMAT_VERSION,
         }
         return ModelCard.from_template(data, template_str=CARD, **{**described, **kwargs})
-
-
-def _model(factors: Any) -> str:
-    return str(factors.provenance.get("model", "an unnamed model"))

@@ -17,7 +17,7 @@ from typing import Any
 
 from swd_lens.base.errors import FactorFileError, legible, quoted
 from swd_lens.base.files import sha256, write_text
-from swd_lens.base.sealed import SEAL, altered, read_json, read_tensors, readable, seal, tensor_digest, unseal
+from swd_lens.base.sealed import SEAL, altered, identity, read_json, read_tensors, readable, seal, tensor_digest, unseal
 from swd_lens.base.writer import require_writable_file, writing
 from swd_lens.units.storage import OUR_NAME, UNNAMED, StoredSite
 from swd_lens.units.storage import WHAT as FILE
@@ -111,10 +111,7 @@ def open_folder(folder: Path) -> tuple[dict[str, Any], dict[str, StoredSite]]:
     with."""
     index, failed_with, attempt = folder / INDEX, None, 0
     while True:
-        attempt, version = attempt + 1, None
-        with suppress(OSError):
-            status = index.stat()
-            version = status.st_ino, status.st_mtime_ns  # others once the index is replaced
+        attempt, version = attempt + 1, identity(index)
         try:
             with readable(index, WHAT, FactorFileError):
                 return _opened(folder, read_index(folder))

@@ -76,9 +76,8 @@ class Probe:
         if k < 1:
             raise ValueError(f"a probe looks at k={k} units; give 1 or more")
         h = h.detach().to("cpu", torch.float32)
-        z = _z(h, read, offsets)
-        y = _product(z, write)
-        y = y if offsets is None else y + offsets.out.detach().cpu().double()
+        z = _product(h, read, offsets and offsets.unit)
+        y = _product(z, write, offsets and offsets.out)
         for what, values in (("z of unit", z), ("y of output", y)):
             if not bool(values.isfinite().all()):
                 raise ValueError(f"the probe's {what} {int((~values.isfinite()).nonzero()[0])} is not finite; give another input")
@@ -89,7 +88,7 @@ class Probe:
         self, read: Read, write: Write, offsets: Offsets | None = None
     ) -> tuple[Float[Tensor, " k"], Float[Tensor, " m"]]:
         """z of the probe's units and y of its outputs by these factors, float64."""
-        z = _z(self.input, read, offsets)
+        z = _product(self.input, read, offsets and offsets.unit)
         return z[self.units], self._y(z, write, offsets)
 
     def misfit(self, z: Float[Tensor, " unit"], write: Write, offsets: Offsets | None = None) -> tuple[str, float]:
@@ -123,18 +122,14 @@ def _relative(computed: Float[Tensor, " k"], expected: Float[Tensor, " k"], size
     return difference / size
 
 
-def _z(h: Float[Tensor, " d_in"], read: Read, offsets: Offsets | None) -> Float[Tensor, " unit"]:
-    """h @ read + offsets.unit, float64 on the CPU."""
-    z = _product(h, read)
-    return z if offsets is None else z + offsets.unit.detach().cpu().double()
-
-
-def _product(vector: Float[Tensor, " rows"], matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, " columns"]:
-    """vector @ matrix in float64 on the CPU, some rows at a time."""
+def _product(
+    vector: Float[Tensor, " rows"], matrix: Float[Tensor, "rows columns"], constant: Float[Tensor, " columns"] | None
+) -> Float[Tensor, " columns"]:
+    """vector @ matrix + constant in float64 on the CPU, some rows at a time."""
     step, total = max(1, _TILE // matrix.shape[1]), torch.zeros(matrix.shape[1], dtype=torch.float64, device="cpu")
     for start in range(0, len(vector), step):
         total += vector[start : start + step].double() @ matrix.detach()[start : start + step].cpu().double()
-    return total
+    return total if constant is None else total + constant.detach().cpu().double()
 
 
 def sketch(weight: Dense) -> tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"]]:
@@ -163,21 +158,11 @@ def fingerprint(weight: Dense) -> str:
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------- named tensors
-
 _PARTS = {"origin": Origin, "offsets": Offsets, "probe": Probe}
 _OPTIONAL = {"origin.scale", "origin.shift", "origin.shifted"}
 _INDICES = {"probe.units", "probe.outputs"}
-_LENGTHS = {
-    "origin.scale": "d_in",
-    "origin.shift": "d_in",
-    "origin.shifted": "d_out",
-    "origin.right": "d_in",
-    "origin.left": "d_out",
-    "offsets.unit": "units",
-    "offsets.out": "d_out",
-    "probe.input": "d_in",
-}
+_LENGTHS: dict[str, str] = dict.fromkeys(("origin.scale", "origin.shift", "origin.right", "probe.input"), "d_in")
+_LENGTHS |= dict.fromkeys(("origin.shifted", "origin.left", "offsets.out"), "d_out") | {"offsets.unit": "units"}
 
 
 def to_tensors(origin: Origin | None, offsets: Offsets | None, probe: Probe | None) -> dict[str, Tensor]:

@@ -7,18 +7,10 @@
 4. `choose` says which: sparse where the nonzeros add at most `_MOST_ADDED` of the factor's bytes, dense otherwise. It
    looks at the factor only, never at a clock, so that the same inputs always give the same bits.
 
-Where sparse wins (AMD EPYC with AVX-512, torch 2.13 with MKL, float32; `python -m tests.benchmarks.attach --kernels`
-measures it anew). Time of the sparse kernel over the dense one, bias included, 1 thread / 2 threads:
-
-    density                    .02        .05        .10        .20
-    (768, 768),   512 rows   .21/.36    .35/.49    .57/1.04  1.12/1.50
-    (768, 3072),  512 rows   .19/.23    .31/.35    .54/ .67  1.07/1.09
-    (3072, 768),  512 rows   .20/.29    .39/.47    .67/ .78  1.26/1.35
-    (768, 3072), 2048 rows   .19/.23    .32/.37         .52       1.13
-    (3072, 768), 2048 rows   .20/.34    .38/.42         .81       1.45
-
-So it breaks even at a density of .1 to .18, and memory decides before time does: a nonzero in CSR takes 8 bytes besides
-the dense entry's 4. At sparsity .5 and .75 the factors have densities from .1 to .42, and dense is right for them.
+The sparse kernel takes .2 of the dense one's time at a density of .02, .3 to .5 at .05, .5 to 1 at .1, and 1.1 to 1.5 at .2
+(matrices of GPT-2, 512 and 2,048 rows, 1 and 2 threads of an AMD EPYC with AVX-512, torch 2.13 with MKL, float32; `python -m
+tests.benchmarks.attach --kernels` measures it anew). Memory decides before time does: a nonzero in CSR takes 8 bytes besides the
+dense entry's 4. At sparsity .5 and .75 the factors have densities from .1 to .42, and dense is right for them.
 """
 
 import warnings

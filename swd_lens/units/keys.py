@@ -82,10 +82,10 @@ def read_unit(given: Any, sites: Collection[str] = ()) -> tuple[str, int]:
 
     Raises ValueError: none of these.
     """
-    if _is_row(given):
+    if isinstance(given, pd.Series | Mapping) and "unit" in given:  # a row of a table
         given = (given["site"], given["unit"]) if "site" in given and _is_whole(given["unit"]) else given["unit"]
-    elif not isinstance(given, str | tuple | list) and isinstance(getattr(given, "unit", None), str):
-        given = given.unit
+    elif not isinstance(given, str | tuple | list) and isinstance(unit := getattr(given, "unit", None), str):
+        given = unit
     if _is_unit_pair(given):
         name = given[0].name if isinstance(given[0], Site) else given[0]
         return _known_site(name, sites) or name, int(given[1])
@@ -114,18 +114,14 @@ def single_units(given: Any) -> list[Any]:
     """Split what was given for units into single units. Raises ValueError: nothing that could be a unit or several."""
     if isinstance(given, pd.DataFrame):
         return given.to_dict("records")
-    single = isinstance(given, str | Site) or _is_row(given) or _is_whole(given) or _is_unit_pair(given)
+    row = isinstance(given, pd.Series | Mapping) and "unit" in given
+    single = row or isinstance(given, str | Site) or _is_whole(given) or _is_unit_pair(given)
     if single or isinstance(getattr(given, "unit", None), str):
         return [given]
     given = getattr(given, "units", given)
     if not isinstance(given, Iterable):
         raise ValueError(f"{quoted(given)} is no unit; {_A_UNIT}")
     return list(given)
-
-
-def _is_row(given: Any) -> bool:
-    """Whether this is a row of a table, which names its columns."""
-    return isinstance(given, pd.Series | Mapping) and "unit" in given
 
 
 def _is_unit_pair(given: Any) -> TypeGuard[tuple[Any, SupportsInt]]:

@@ -243,6 +243,12 @@ def transported(host: Host, site: Site, f: Any) -> Any:
         (_or_zeros(present.shifted, f.d_out) - _or_zeros(origin.shifted, f.d_out)).float()
         + (0 if f.offsets is None else f.offsets.out.cpu()),
     )
+    # The probe expects the same z from the input that the new host has, and y with the new offsets; a scale of 0 hid part of it.
+    probe: Probe | None = None if bool((ratio == 0).any()) else f.probe
+    if probe is not None:
+        before = 0.0 if f.offsets is None else f.offsets.out.cpu().double()[probe.outputs]
+        y = probe.y.double() - before + offsets.out.double()[probe.outputs]
+        probe = replace(probe, input=((probe.input.double() - constant) / ratio).float(), y=y.float())
     moved = (ratio[:, None] * read.double()).float().to(f.read.device)
     nothing = not bool(offsets.unit.any()) and not bool(offsets.out.any())
     return replace(
@@ -251,7 +257,7 @@ def transported(host: Host, site: Site, f: Any) -> Any:
         weight=weight,
         origin=present,
         offsets=None if nothing else offsets.to(f.read.device),
-        probe=_moved_probe(f, ratio, constant, offsets),
+        probe=probe,
         provenance=provenance,
         held=None,  # errors and probe hold for what was moved exactly
     )
@@ -259,14 +265,3 @@ def transported(host: Host, site: Site, f: Any) -> Any:
 
 def _or_zeros(vector: Tensor | None, length: int) -> Float[Tensor, " length"]:
     return torch.zeros(length, dtype=torch.float64) if vector is None else vector.double()
-
-
-def _moved_probe(f: Any, ratio: Float[Tensor, " d_in"], constant: Float[Tensor, " d_in"], offsets: Offsets) -> Probe | None:
-    """Expect the same z from the input that the new host has, and y with the new offsets; None: a scale of 0 hid part of it."""
-    probe: Probe | None = f.probe
-    if probe is None or bool((ratio == 0).any()):
-        return None
-    moved = ((probe.input.double() - constant) / ratio).float()
-    before = 0.0 if f.offsets is None else f.offsets.out.cpu().double()[probe.outputs]
-    y = probe.y.double() - before + offsets.out.double()[probe.outputs]
-    return replace(probe, input=moved, y=y.float())

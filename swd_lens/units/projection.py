@@ -39,13 +39,8 @@ from swd_lens.units.match import same_weights
 
 
 class Watch:
-    """Whether the matrix and the factors of one attached site are still those that were attached.
-
-    Also in a deep copy of the host, with its own matrix and factors.
-
-    Attributes:
-        reported: whether an error has said that something was changed.
-    """
+    """Whether the matrix and the factors of one attached site are still those that were attached; also in a deep copy of the
+    host, with its own matrix and factors. reported: an error has said that something was changed."""
 
     def __init__(self, host: Host, site: Site, units: Units):
         self.site, self.provenance = site, units.provenance
@@ -96,12 +91,8 @@ class UnitHookPoint(HookPoint):
 class Projection(nn.Module):
     """One site's units at work inside a host; called with the site's input, its live bias and its own dense product.
 
-    Args:
-        hook: the HookPoint that sees z (batch, pos, unit). It is a child of the host's block, not of this module, so that
-            its name is blocks.{L}.hook_{site}_unit; here it is only referred to.
-
-    Class attributes:
-        gives_bias: whether what the units give by themselves (`local`) has the site's bias in it.
+    hook: the HookPoint that sees z (batch, pos, unit); a child of the host's block, not of this module, so that its name is
+    blocks.{L}.hook_{site}_unit. gives_bias: what the units give by themselves (`local`) has the site's bias in it.
     """
 
     hook: HookPoint
@@ -172,12 +163,7 @@ class UnitProjection(Projection):
     """A projection that multiplies by read and write factors.
 
     The factors are non-persistent buffers: they follow the host's `.to()`, and the host's state_dict keys stay the same.
-
-    Args:
-        read: (d_in, unit).
-        write: (unit, d_out).
-        offset_unit, offset_out: (unit,) and (d_out,) constants of transported factors, or None.
-        n_nonzeros: of read and write, where they are counted already.
+    offset_unit, offset_out: constants of transported factors; n_nonzeros: of read and write, where they are counted already.
     """
 
     gives_bias = False
@@ -266,9 +252,6 @@ def _label(units: Units, name: str, edges: int) -> str:
     return f"{name} ({units.d_in}, {units.d_out}): {units.n_units} units, {edges:,} edges, s={sparsity:.4f}"
 
 
-# ---------------------------------------------------------------------------------------------- sites that did not run
-
-
 class _Begin:
     # Objects, not closures: a deep copy of the host then watches its own projections.
     def __init__(self, projections: Mapping[str, Projection]):
@@ -294,14 +277,8 @@ class _End(_Begin):
 
 
 def watch_block(block: nn.Module, projections: Mapping[str, Projection], push: Push) -> None:
-    """Name the sites of a block that are attached but did not run (TransformerLens#1688), in a `SiteDidNotRunWarning`.
-
-    A block that does not run at all (stop_at_layer, start_at_layer) says nothing.
-
-    Args:
-        projections: of the block, by site name.
-        push: is given the step back first.
-    """
+    """Name the sites of a block that are attached but did not run (TransformerLens#1688), in a `SiteDidNotRunWarning`; a block
+    that does not run at all (stop_at_layer, start_at_layer) says nothing. projections: of the block, by site name."""
     begin, end = _Begin(projections), _End(projections)
 
     def undo() -> None:

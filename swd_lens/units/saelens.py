@@ -60,14 +60,10 @@ def from_saelens(sae: Any) -> dict[str, CoderUnits]:
     the output of the gate, not of mlp_in. "needs_no_post_norm": where a norm follows the MLP or attention (Gemma),
     hook_mlp_out and hook_attn_out stand after it.
 
-    What is not a unit: an SAE's reconstruction takes the place of what it stands on, and what it misses is gone. There is no
-    error term that would add it back, since the host would then compute as if there were no units; `fidelity` says what that
-    costs. Biases belong to decode, and are kept whatever is ablated. A skip connection is refused unless it is zero: it
-    carries input to output past all units, so that a circuit of none would still do part of the work, and it is dense.
-    Edges are the nonzeros of W_enc[:, i] and W_dec[i]; thresholds and the gate's own bias are none.
-
-    With an activation norm at run time (provenance["normalize_activations"]) decode undoes the norm of the latest encode:
-    call the two in turn, as `CoderUnits.run` does.
+    What is not a unit: an SAE's reconstruction takes the place of what it stands on, and what it misses is gone, without an error
+    term; `fidelity` says what that costs. Biases belong to decode, and are kept whatever is ablated. Edges are the nonzeros of
+    W_enc[:, i] and W_dec[i]; thresholds and the gate's own bias are none. With an activation norm at run time
+    (provenance["normalize_activations"]) decode undoes the norm of the latest encode: call the two in turn.
 
     Returns: One entry, site name -> CoderUnits.
 
@@ -210,25 +206,24 @@ def _prove(sae: Any, units: CoderUnits) -> None:
             f"{units.name} gave z {tuple(z.shape)} and y {tuple(y.shape)}; its cfg says {units.n_units} units and "
             f"d_out={units.d_write}: it was changed after it was loaded; load it again"
         )
-    if _differ(y, forward):
+    if (apart := _apart(y, forward)) is not None:
         raise UnitSourceError(
-            f"{units.name}'s own forward is not decode(encode(x)) (on random x they are {_distance(y, forward):.1%} "
+            f"{units.name}'s own forward is not decode(encode(x)) (on random x they are {apart:.1%} "
             "apart): part of its output passes no unit, or its hooks change it (sae.reset_hooks())"
         )
-    if _differ(among_loud, among_quiet):
+    if (apart := _apart(among_loud, among_quiet)) is not None:
         raise UnitSourceError(
-            f"{units.name}'s units at one position change with the other positions (by "
-            f"{_distance(among_loud, among_quiet):.1%} on random x): it is no function of the site's input there"
+            f"{units.name}'s units at one position change with the other positions (by {apart:.1%} on random x): it is no "
+            "function of the site's input there"
         )
 
 
-def _differ(left: Tensor, right: Tensor) -> bool:
+def _apart(left: Tensor, right: Tensor) -> float | None:
+    """How far two outputs are apart, relative to the second; None where they are equal."""
+    left, right = left.float(), right.float()
     # The same arithmetic in the same shapes: what differs here is not rounding, in any dtype.
-    return not torch.allclose(left.float(), right.float(), rtol=1e-3, atol=1e-6, equal_nan=True)
-
-
-def _distance(left: Tensor, right: Tensor) -> float:
-    return float((left.float() - right.float()).norm() / right.float().norm())
+    equal = torch.allclose(left, right, rtol=1e-3, atol=1e-6, equal_nan=True)
+    return None if equal else float((left - right).norm() / right.norm())
 
 
 def _meta(sae: Any, key: str) -> Any:

@@ -86,8 +86,7 @@ class StoredSite:
     Pages are read when `dense` asks for them. The map stays valid when the folder is saved over; it is closed with the last
     reference to this object. Sent to another process, the nonzeros go along (8 bytes an edge), so that neither needs the folder.
 
-    Raises:
-        FactorFileError: not a safetensors file, or one without the four tensors of a pair (at construction).
+    Raises FactorFileError: not a safetensors file, or one without the four tensors of a pair (at construction).
     """
 
     def __init__(self, folder: Path, site: str, entry: Mapping[str, Any]):

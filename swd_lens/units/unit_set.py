@@ -133,9 +133,8 @@ class UnitSet(Mapping[str, Units]):
     def heads(self) -> dict[str, list[tuple[str, float]]]:
         """Site -> per unit the attention head that most of it lies in ("L3H1"), and the share of its squared norm there.
 
-        For attn_o that is the head whose output the unit reads; for attn_q, attn_k, attn_v and attn_qkv the head whose query,
-        key or value it writes ("L3H1 Q"; keys and values count stored heads). Other sites, and units without vectors, are left
-        out.
+        For attn_o that is the head whose output the unit reads; for attn_q, attn_k, attn_v and attn_qkv the head whose query, key
+        or value it writes ("L3H1 Q"; keys and values count stored heads). Other sites, and units without vectors, are left out.
         """
         ends, heads = Ends.of(self.host), {}
         for site in self.sites:
@@ -154,8 +153,6 @@ class UnitSet(Mapping[str, Units]):
                 for i, of_unit in zip(share.indices.tolist(), share.values.tolist(), strict=True)
             ]
         return heads
-
-    # ------------------------------------------------------------------ whose units these are
 
     @cached_property
     def identities(self) -> dict[str, str]:
@@ -211,9 +208,6 @@ def _identity(units: Units) -> str:
     return hashlib.sha256("".join(map(fingerprint, weights)).encode()).hexdigest() if weights else ""
 
 
-# ---------------------------------------------------------------------------------------------- what was given
-
-
 def sources_by_site(given: Any) -> dict[str, Any]:
     """A dict site name -> unit source, whatever way they were given. Raises AttachError: nothing at all, or a single source
     that does not know its site."""
@@ -261,29 +255,13 @@ def as_units(source: Any, site: Site) -> Units:
             raise UnitSourceError(f"{shapes} for {site.name} hold values that are not finite; mend or leave out their units")
         provenance = {**getattr(source, "provenance", {}), "site": site.name}
         return Factors(read, write, dict(getattr(source, "settings", {})), provenance)
-    if has_pair(source):
-        return _from_pair(source, site)
-    raise TypeError(
-        f"{type(source).__name__} is no unit source for {site.name}. Accepted: Factors; CoderUnits; a SAELens SAE or "
-        "transcoder; an object with tensors .read (d_in, unit) and .write (unit, d_out); an object with encode(x) and "
-        "decode(z)"
-    )
-
-
-def _of_site(units: CoderUnits, site: Site) -> CoderUnits:
-    made_for = units.provenance.get("site", site.name)
-    if made_for != site.name:
-        raise UnitSourceError(f"{units.name} makes units of {made_for}, not of {site.name}; attach it under {quoted(made_for)}")
-    whole = replace(units, d_in=units.d_in or site.d_in, d_out=units.d_out or site.d_out)
-    if (whole.d_in, whole.d_out) != (site.d_in, site.d_out):
-        raise UnitSourceError(
-            f"{units.name} is for ({units.d_in or '?'}, {units.d_out or '?'}), {site.name} is ({site.d_in}, "
-            f"{site.d_out}): it was made for another model"
+    if not has_pair(source):
+        raise TypeError(
+            f"{type(source).__name__} is no unit source for {site.name}. Accepted: Factors; CoderUnits; a SAELens SAE or "
+            "transcoder; an object with tensors .read (d_in, unit) and .write (unit, d_out); an object with encode(x) and "
+            "decode(z)"
         )
-    return whole
-
-
-def _from_pair(source: Any, site: Site) -> CoderUnits:
+    # Any other pair.
     reads, writes = getattr(source, "reads", "input"), getattr(source, "writes", "output")
     provenance = {**getattr(source, "provenance", {}), "site": site.name}
     # The width of z is not known before the trial.
@@ -298,3 +276,16 @@ def _from_pair(source: Any, site: Site) -> CoderUnits:
             f"{units.name}.decode gave {tuple(y.shape)} for z {tuple(z.shape)}; {site.name} needs (1, 1, {units.d_write})"
         )
     return CoderUnits(source, site.d_in, site.d_out, z.shape[-1], reads, writes, units.name, provenance)
+
+
+def _of_site(units: CoderUnits, site: Site) -> CoderUnits:
+    made_for = units.provenance.get("site", site.name)
+    if made_for != site.name:
+        raise UnitSourceError(f"{units.name} makes units of {made_for}, not of {site.name}; attach it under {quoted(made_for)}")
+    whole = replace(units, d_in=units.d_in or site.d_in, d_out=units.d_out or site.d_out)
+    if (whole.d_in, whole.d_out) != (site.d_in, site.d_out):
+        raise UnitSourceError(
+            f"{units.name} is for ({units.d_in or '?'}, {units.d_out or '?'}), {site.name} is ({site.d_in}, "
+            f"{site.d_out}): it was made for another model"
+        )
+    return whole

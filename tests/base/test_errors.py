@@ -316,8 +316,13 @@ def test_a_call_is_refused(call, kind, words, tmp_path):
 
 
 def test_hosts_that_differ_from_their_checkpoint(monkeypatch):
-    run = agreement._run
-    monkeypatch.setattr(agreement, "_run", lambda model, row: run(model, row) * 1.01)
+    see = agreement.Reference.see
+
+    def see_other_logits(self, network):
+        see(self, network)
+        self.logits = self.logits * 1.01
+
+    monkeypatch.setattr(agreement.Reference, "see", see_other_logits)
     refused(swd.load_host, errors.HostDiffersError, "gives other logits", str(families.checkpoint("gpt2")))
 
 

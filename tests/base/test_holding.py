@@ -12,7 +12,7 @@ from torch import nn
 
 from swd_lens.base import holding
 from swd_lens.base.errors import HostInUseError
-from swd_lens.base.holding import Guard, hold, own_method, set_own_method
+from swd_lens.base.holding import Guard, own_method, set_own_method, take
 from swd_lens.base.interrupts import Undo
 from tests.base.test_surroundings import in_a_thread
 
@@ -59,7 +59,7 @@ def test_a_held_host_is_refused_to_forwards_of_other_threads(kind):
     model = kind()
     before, plain = dict(model.__dict__), inspect.signature(model.forward)
     with Undo() as undo:
-        hold(model, "attach", undo.push)
+        take(model, "attach", undo.push)
         assert isinstance(model.__dict__["forward"], Guard) and inspect.signature(model.forward) == plain
         assert model(1) == 2 and model.forward(1) == 2
         uses = [lambda: model(1), lambda: model.forward(1), lambda: model.add_hook(len)]
@@ -77,7 +77,7 @@ def test_a_held_host_is_refused_to_forwards_of_other_threads(kind):
 def test_a_forward_waits_for_a_short_call(monkeypatch):
     monkeypatch.setattr(holding, "WAIT_FOR_CALL", 10.0)
     model, undo, got = Model(), Undo(), []
-    hold(model, "find_sites", undo.push)
+    take(model, "find_sites", undo.push)
     thread = threading.Thread(target=lambda: got.append(model(1)))
     thread.start()
     time.sleep(0.01)
@@ -96,7 +96,7 @@ def test_a_forward_that_has_begun_is_waited_for_and_ends(kind):
     assert model.begun.wait(10)
     threading.Timer(0.05, model.go_on.set).start()
     with Undo() as undo:
-        hold(model, "attach", undo.push)
+        take(model, "attach", undo.push)
         order.append("held")
     thread.join()
     assert order == [2, "held"]  # what a bridge calls of its inner model passed the guard, too
@@ -110,7 +110,7 @@ def test_a_forward_that_does_not_end_refuses_the_call(monkeypatch):
     thread.start()
     assert model.begun.wait(10)
     with pytest.raises(HostInUseError, match="a forward in thread 'forwarder'"):
-        hold(model, "attach", undo.push)
+        take(model, "attach", undo.push)
     undo.run()
     model.go_on.set()
     thread.join()
@@ -121,7 +121,7 @@ def test_what_stood_in_the_host_itself_is_kept_beneath_a_guard():
     model = Model()
     own = model.__dict__["forward"] = lambda x: -x
     with Undo() as undo:
-        hold(model, "attach", undo.push)
+        take(model, "attach", undo.push)
         assert model(1) == -1 and own_method(model, "forward") is own
         set_own_method(model, "forward", lambda x: 7)
         assert model(1) == 7
@@ -136,7 +136,7 @@ def test_what_stood_in_the_host_itself_is_kept_beneath_a_guard():
 def test_copies_of_a_held_host_are_free():
     model = nn.Linear(2, 2)
     with Undo() as undo:
-        hold(model, "attach", undo.push)
+        take(model, "attach", undo.push)
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
         x = torch.ones(2)
         for other in copies:
@@ -145,6 +145,6 @@ def test_copies_of_a_held_host_are_free():
             wanted = nn.functional.linear(x, 2 * model.weight, model.bias)
             assert torch.equal(in_a_thread(lambda other=other: other(x)), wanted)
             with Undo() as own:
-                hold(other, "attach", own.push)
+                take(other, "attach", own.push)
                 assert isinstance(in_a_thread(lambda other=other: other(x)), HostInUseError)
             assert "forward" not in other.__dict__  # the guard that was copied is gone with the others

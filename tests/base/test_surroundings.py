@@ -12,7 +12,7 @@ from torch import nn
 
 from swd_lens.base import holding, surroundings
 from swd_lens.base.errors import HostInUseError
-from swd_lens.base.holding import hold
+from swd_lens.base.holding import take
 from swd_lens.base.interrupts import Undo
 from swd_lens.base.surroundings import claim, is_marked, with_torch_defaults
 from tests.interrupts import run_to_line
@@ -260,14 +260,14 @@ def test_a_host_in_a_marked_call_is_refused_to_other_threads_until_it_ends():
 
 def test_a_held_host_is_free_when_it_is_released_or_its_thread_has_ended():
     model, undo, other = nn.Linear(1, 1), Undo(), Undo()
-    hold(model, "attach", undo.push)
-    hold(model, "attach", undo.push)
-    assert isinstance(in_a_thread(lambda: hold(model, "attach", other.push)), HostInUseError) and not other
+    take(model, "attach", undo.push)
+    take(model, "attach", undo.push)
+    assert isinstance(in_a_thread(lambda: take(model, "attach", other.push)), HostInUseError) and not other
     undo.run()
-    assert in_a_thread(lambda: hold(model, "attach", other.push)) is None
+    assert in_a_thread(lambda: take(model, "attach", other.push)) is None
     assert torch.is_tensor(model(torch.ones(1)))
-    hold(model, "attach", undo.push)  # the second thread has ended and never released it
+    take(model, "attach", undo.push)  # the second thread has ended and never released it
     other.run()  # late: what the first thread holds now stays held
-    assert isinstance(in_a_thread(lambda: hold(model, "attach", other.push)), HostInUseError)
+    assert isinstance(in_a_thread(lambda: take(model, "attach", other.push)), HostInUseError)
     undo.run()
     assert model not in holding._holders and "forward" not in model.__dict__

@@ -171,16 +171,16 @@ def test_a_host_that_is_right_says_how_far_it_is_off_and_is_as_without_the_check
 @pytest.fixture
 def wrong(monkeypatch):
     """HookedTransformers whose last norm is scaled by 1.01."""
-    from swd_lens.hosts.hooked import layout
+    from swd_lens.hosts.hooked import components
 
-    lay_out = layout.lay_out
+    lay_out = components.lay_out
 
     def laid_out_wrongly(model):
         lay_out(model)
         with torch.no_grad():
             model.ln_final.w.mul_(1.01)
 
-    monkeypatch.setattr(layout, "lay_out", laid_out_wrongly)
+    monkeypatch.setattr(components, "lay_out", laid_out_wrongly)
 
 
 @needs_hooked

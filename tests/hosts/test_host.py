@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from swd_lens.base.errors import UnsupportedHostError
-from swd_lens.hosts import drops_out, host_of, matrix_entries, require_gradients, require_no_dropout
-from swd_lens.hosts.host import Host, frozen, is_centered, require_matrix, require_unattached, value_constant
+from swd_lens.hosts import host_of, matrix_entries, require_gradients, require_no_dropout
+from swd_lens.hosts.host import Host, drops_out, frozen, is_centered, require_matrix, require_unattached, value_constant
 from swd_lens.hosts.sites import Site
 from tests import families
 

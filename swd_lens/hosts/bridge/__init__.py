@@ -84,8 +84,6 @@ class BridgeHost(BridgeRuns, BridgeNorms):
                 )
             _ACCEPTED[model] = blocks
 
-    # ------------------------------------------------------------------ sites
-
     def blocks(self) -> tuple[BlockShapes, ...]:
         return tuple(shapes_of_block(block) for block in self.model.blocks)
 
@@ -111,21 +109,13 @@ class BridgeHost(BridgeRuns, BridgeNorms):
             return [leaves[site.kind]]
         return [leaves[kind] for kind in PACKED[site.kind]]
 
-    # ------------------------------------------------------------------ while something is attached or measured
-
     def fuse_attention(self, register: Register) -> bool:
-        attentions = [block._modules.get("attn") for block in self.model.blocks]
-        masks = fused.Masks()
-        for attn in (attentions := [attn for attn in attentions if fused.can_fuse(attn)]):
-            fused.cover(attn, masks, register)
-        return bool(attentions)
+        return fused.cover(self.model, register)
 
     def guard(self, reason: str, register: Register) -> None:
         # model.W_Q, ..., model.W_out and all that is made of them go through one method, in both versions.
         own = {"_stack_block_params": _StackedWeights, "get_params": _Parameters, "__reduce_ex__": OnlyCopied}
         shadow_methods(self.model, refusals(_REWRITES_WEIGHTS, reason) | own, register)
-
-    # ------------------------------------------------------------------ reading
 
     def watch_input(self, site: Site, use: Use, register: Register) -> None:
         self._call_leaves(site, register)
@@ -187,8 +177,6 @@ class BridgeHost(BridgeRuns, BridgeNorms):
             )
         return None if norm is None else scale_of(norm), unembed.W_U.detach().float()
 
-    # ------------------------------------------------------------------ swapping
-
     def is_swapped(self, site: Site) -> bool:
         return any(mounted_site(leaf) == site.name for leaf in self._leaves(site))
 
@@ -232,9 +220,6 @@ class BridgeHost(BridgeRuns, BridgeNorms):
         for names, name, module in tree:
             names[name] = module
         mount(leaves, mounted, site.name, rows)
-
-
-# ---------------------------------------------------------------------------------------------- helpers
 
 
 class _StackedWeights(Shadow):

@@ -40,30 +40,29 @@ def repeated(cache: Any, times: int, from_layer: int = 0) -> Any:
 
     The layers before keep nothing but their shape, by which Hugging Face knows how long the prefix is.
     """
-    copied = copy.copy(cache)
-    copied.from_layer = max(from_layer, getattr(cache, "from_layer", 0))
-    copied.layers = [_repeated(layer, times, kept=i >= from_layer) for i, layer in enumerate(cache.layers)]
-    return copied
-
-
-def _repeated(layer: Any, times: int, kept: bool) -> Any:
-    """Its keys and values: shapes, and beside them, where they are kept, what is to be repeated how many times."""
-    if kept and times == 1:
-        return layer
-    copied = copy.copy(layer)
-    former = vars(layer).get("unit_kept")
-    copied.unit_kept = None
-    for name, value in vars(layer).items():
-        if isinstance(value, dict):
-            repeat = _repeat if kept else shape_only
-            setattr(copied, name, {k: repeat(x, times) if isinstance(x, Tensor) else x for k, x in value.items()})
-        elif name in ("keys", "values") and isinstance(value, Tensor):
-            setattr(copied, name, shape_only(value, times))
-    if kept and isinstance(vars(layer).get("keys"), Tensor):
-        # Rows come copy after copy, so copies of copies are just more copies.
-        keys, values, earlier = former or (layer.keys, layer.values, 1)
-        copied.unit_kept = (keys, values, earlier * times)
-    return copied
+    whole = copy.copy(cache)
+    whole.from_layer, whole.layers = max(from_layer, getattr(cache, "from_layer", 0)), []
+    for i, layer in enumerate(cache.layers):
+        kept = i >= from_layer
+        if kept and times == 1:
+            whole.layers.append(layer)
+            continue
+        # Its keys and values: shapes, and beside them, where they are kept, what is to be repeated how many times.
+        copied = copy.copy(layer)
+        former = vars(layer).get("unit_kept")
+        copied.unit_kept = None
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):
+                repeat = _repeat if kept else shape_only
+                setattr(copied, name, {k: repeat(x, times) if isinstance(x, Tensor) else x for k, x in value.items()})
+            elif name in ("keys", "values") and isinstance(value, Tensor):
+                setattr(copied, name, shape_only(value, times))
+        if kept and isinstance(vars(layer).get("keys"), Tensor):
+            # Rows come copy after copy, so copies of copies are just more copies.
+            keys, values, earlier = former or (layer.keys, layer.values, 1)
+            copied.unit_kept = (keys, values, earlier * times)
+        whole.layers.append(copied)
+    return whole
 
 
 def _own(layer: Any) -> Any:
@@ -89,7 +88,7 @@ def _update_repeated(layer: Any, new_keys: Tensor, new_values: Tensor, *args: An
     """The first update of repeated keys and values; any further one is the layer's own."""
     keys, values, times = layer.unit_kept
     del layer.update
-    if CACHE_LAYERS[type(layer).__name__].appends:
+    if CACHE_LAYERS[type(layer).__name__]:
         # What its update does, in one copy instead of two.
         layer.keys, layer.values = appended(keys, new_keys, times, -2), appended(values, new_values, times, -2)
         return layer.keys, layer.values

@@ -125,12 +125,9 @@ class ExpertMatrix(nn.Module):
         half = both.shape[-1] // 2
         return both[..., :half] if first else both[..., half:]
 
-    def dense(self, h: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
+    def forward(self, h: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         product = h @ self.weight_of(self.holder._parameters[self.parameter])
         return product if self.bias is None else product + self.bias
-
-    def forward(self, h: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
-        return self.dense(h)
 
     def is_watched(self) -> bool:
         """Whether something is mounted on it, or a hook wants to see what it reads or writes."""

@@ -133,7 +133,10 @@ def can_fuse(attn: Any) -> bool:
     return not (capped or sinks or upcast)
 
 
-def cover(attn: Any, masks: Masks, register: Callable[[Any], object]) -> None:
-    """Have the component compute its attention fused until the undo."""
-    kind = _FUSED[type(attn)]
-    shadow_methods(attn, {kind.method: partial(kind, masks)}, register)
+def cover(model: Any, register: Callable[[Any], object]) -> bool:
+    """Have the components that can compute their attention fused until the undo; False where none can."""
+    masks, attentions = Masks(), [block._modules.get("attn") for block in model.blocks]
+    for attn in (attentions := [attn for attn in attentions if can_fuse(attn)]):
+        kind = _FUSED[type(attn)]
+        shadow_methods(attn, {kind.method: partial(kind, masks)}, register)
+    return bool(attentions)

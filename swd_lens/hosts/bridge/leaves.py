@@ -15,7 +15,7 @@
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -38,8 +38,6 @@ from transformers.pytorch_utils import Conv1D
 
 from swd_lens.hosts.bridge.experts import ExpertMatrix, matrices_of, stack_in
 from swd_lens.hosts.sites import PACKED, BlockShapes
-
-# ---------------------------------------------------------------------------------------------- batch and positions
 
 
 class Rows:
@@ -68,9 +66,6 @@ class Rows:
         """With batch and positions each in its axis; h itself, where the block has not made one axis of them."""
         is_flat = h.ndim == 2 and len(self.shape) == 2 and h.shape[0] == self.shape[0] * self.shape[1]
         return h.unflatten(0, self.shape) if is_flat else h
-
-
-# ---------------------------------------------------------------------------------------------- one leaf
 
 
 def _with_projection(plain: Any, name: str) -> type:
@@ -112,7 +107,7 @@ _MOUNTED: dict[type, type] = {nn.Linear: FactoredLinear, Conv1D: FactoredConv1D}
 def _dense(leaf: Any, h: Tensor) -> Tensor:
     """Compute the leaf's dense product; its own forward would ask for `.weight`."""
     if isinstance(leaf, ExpertMatrix):
-        return leaf.dense(h)
+        return ExpertMatrix.forward(leaf, h)
     weight, bias = leaf._parameters["weight"], leaf._parameters["bias"]
     if isinstance(leaf, nn.Linear):
         return F.linear(h, weight, bias)
@@ -183,9 +178,6 @@ def unmount(modules: Sequence[nn.Module], projection: nn.Module) -> None:
         module._modules.pop("unit_projection", None)
 
 
-# ---------------------------------------------------------------------------------------------- q, k, v together
-
-
 class Packed(nn.Module):
     """One projection for the leaves q, k, v: h, and the biases of the three -> the outputs of the three, side by side.
 
@@ -205,9 +197,6 @@ class Packed(nn.Module):
         self.h: Tensor | None = None
         self.slices: dict[int, Tensor] = {}
 
-    def _drop(self) -> None:
-        self.h, self.slices = None, {}
-
     def take(self, part: int, h: Tensor) -> Tensor:
         if self.h is None or part not in self.slices:
             biases = [leaf.bias for leaf in self.leaves]
@@ -219,7 +208,7 @@ class Packed(nn.Module):
             self.h, self.slices = h, dict(enumerate(y.split(self.widths, dim=-1)))
         elif h is not self.h and not torch.equal(h, self.h):
             # Backward hooks upstream copy the tensor, so equal values are enough.
-            self._drop()
+            self.h, self.slices = None, {}
             raise RuntimeError(
                 f"{mounted_site(self.leaves[0])} is attached: q, k and v are one projection of one input, but "
                 f"{'qkv'[part]} got another input than the parts before it. Attach attn_q, attn_k and attn_v instead to "
@@ -227,7 +216,7 @@ class Packed(nn.Module):
             )
         taken = self.slices.pop(part)
         if not self.slices:
-            self._drop()
+            self.h = None
         return taken
 
 
@@ -243,6 +232,18 @@ _LINEAR_ATTENTION = {
     "out_proj": "attn_o",
 }
 _MLP = {"gate": "mlp_gate", "in": "mlp_in", "input": "mlp_in", "out": "mlp_out"}
+
+
+# Children of a component that are of a kind, though not all that the kinds' components have are there.
+_KINDS_BY_NAME = {
+    "attn": {"q_proj": "attn_q", "o_proj": "attn_o"},
+    "mlp": {
+        **{"gate_proj": "mlp_gate", "up_proj": "mlp_in", "down_proj": "mlp_out"},
+        **{"w1": "mlp_gate", "w3": "mlp_in", "w2": "mlp_out"},
+    },
+}
+# Hugging Face multiplies by their weight itself (the step sizes of Mamba's selective scan).
+_NOT_CALLED = ("dt_proj",)
 
 
 def shapes_of_block(block: nn.Module) -> BlockShapes:
@@ -276,44 +277,23 @@ def leaves_of_block(block: nn.Module) -> tuple[dict[str, nn.Module], dict[str, i
                     leaves[kind] = leaf
                 else:
                     others[f"{name}.{kind}: {type(leaf).__name__}"] = sum(p.numel() for p in leaf.parameters())
-        else:
-            named, unnamed = _leaves_by_name(name, component)
-            leaves |= named
-            others |= unnamed
-    return leaves, others
-
-
-# Children of a component that are of a kind, though not all that the kinds' components have are there.
-_KINDS_BY_NAME = {
-    "attn": {"q_proj": "attn_q", "o_proj": "attn_o"},
-    "mlp": {
-        **{"gate_proj": "mlp_gate", "up_proj": "mlp_in", "down_proj": "mlp_out"},
-        **{"w1": "mlp_gate", "w3": "mlp_in", "w2": "mlp_out"},
-    },
-}
-
-
-# Hugging Face multiplies by their weight itself (the step sizes of Mamba's selective scan).
-_NOT_CALLED = ("dt_proj",)
-
-
-def _leaves_by_name(name: str, component: nn.Module) -> tuple[dict[str, nn.Module], dict[str, int]]:
-    """A component's experts and linear maps: "mlp_in.3", "attn_o", "attn.kv_a_proj_with_mqa"; and what else holds matrices."""
-    stack = stack_in(component)
-    leaves: dict[str, Any] = {} if stack is None else dict(matrices_of(stack))
-    others: dict[str, int] = {}
-    stacked = {id(leaf.holder) for leaf in leaves.values()}
-    for path, module in component.named_modules():
-        own = [p for key, p in module._parameters.items() if p is not None and p.ndim > 1 and not key.endswith("bias")]
-        if not own or id(module) in stacked:
             continue
-        path = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
-        kind = _KINDS_BY_NAME.get(name, {}).get(path, f"{name}.{path or 'linear'}")  # a component may be one linear map
-        called = path.rpartition(".")[2] not in _NOT_CALLED
-        if called and _is_leaf(_plain_class(type(module))) and min(matrix(module).shape) > 1:
-            leaves[kind] = module
-        else:
-            others[f"{name}.{path}: {type(module).__name__}".replace(".:", ":")] = sum(p.numel() for p in own)
+        # Its experts and linear maps: "mlp_in.3", "attn_o", "attn.kv_a_proj_with_mqa"; and what else holds matrices.
+        stack = stack_in(component)
+        experts = {} if stack is None else matrices_of(stack)
+        leaves |= experts
+        stacked = {id(leaf.holder) for leaf in experts.values()}
+        for path, module in component.named_modules():
+            own = [p for key, p in module._parameters.items() if p is not None and p.ndim > 1 and not key.endswith("bias")]
+            if not own or id(module) in stacked:
+                continue
+            path = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+            kind = _KINDS_BY_NAME.get(name, {}).get(path, f"{name}.{path or 'linear'}")  # a component may be one linear map
+            called = path.rpartition(".")[2] not in _NOT_CALLED
+            if called and _is_leaf(_plain_class(type(module))) and min(matrix(module).shape) > 1:
+                leaves[kind] = module
+            else:
+                others[f"{name}.{path}: {type(module).__name__}".replace(".:", ":")] = sum(p.numel() for p in own)
     return leaves, others
 
 
@@ -326,32 +306,28 @@ def whole_mlp(block: nn.Module) -> nn.Module | None:
     module = component._modules.get("_original_component")  # type: ignore[union-attr]
     if module is None:
         return None
-    arguments = arguments_of(_plain_class(type(module)).forward)
+    arguments = arguments_of(_plain_class(type(module)).forward).values()
     needed = [p for p in arguments if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
     return module if len(needed) == 2 else None  # self and the tensor (MPT's takes the residual as well)
 
 
 @lru_cache(maxsize=128)
-def arguments_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    """The parameters of a forward, remembered: a signature is slow to read."""
-    return tuple(inspect.signature(function).parameters.values())
+def arguments_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a forward by name, remembered: a signature is slow to read."""
+    return inspect.signature(function).parameters
 
 
-def _leaves_of(component: GeneralizedComponent) -> dict[str, nn.Module]:
+def _leaves_of(component: Any) -> dict[str, nn.Module]:
+    """The leaves of a component whose parts have a kind, by kind; none where one that it needs is missing."""
+    module: Any = component
+    kinds, needed = {}, set[str]()
     if isinstance(component, GatedDeltaNetBridge):
         # Not wrapped by the bridge: the projections are the Hugging Face module's own.
-        module: Any = component._modules["_original_component"]
-        return _leaves_under(module, _LINEAR_ATTENTION)
-    if isinstance(component, AttentionBridge):
-        leaves = _leaves_under(component, _ATTENTION)
-        return leaves if len(leaves) == len(_ATTENTION) else {}
-    if isinstance(component, MLPBridge):
-        leaves = _leaves_under(component, _MLP)
-        return leaves if {"mlp_in", "mlp_out"} <= leaves.keys() else {}
-    return {}
-
-
-def _leaves_under(module: nn.Module, kinds: dict[str, str]) -> dict[str, nn.Module]:
+        module, kinds = component._modules["_original_component"], _LINEAR_ATTENTION
+    elif isinstance(component, AttentionBridge):
+        kinds, needed = _ATTENTION, set(_ATTENTION.values())
+    elif isinstance(component, MLPBridge):
+        kinds, needed = _MLP, {"mlp_in", "mlp_out"}
     leaves: dict[str, nn.Module] = {}
     for name, kind in kinds.items():
         child = module._modules.get(name)
@@ -359,4 +335,4 @@ def _leaves_under(module: nn.Module, kinds: dict[str, str]) -> dict[str, nn.Modu
             wraps = isinstance(child, LinearBridge | Conv1DBridge)
             inner = child._modules.get("_original_component") if wraps else None
             leaves[kind] = child if inner is None else inner
-    return leaves
+    return leaves if needed <= leaves.keys() else {}

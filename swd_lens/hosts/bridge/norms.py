@@ -27,13 +27,25 @@ class BridgeNorms(Host):
         if kind not in KINDS:  # which norm it reads, if any, is not known
             return None
         block = self.model.blocks[site.layer]
-        if site.kind == "attn_o":
-            return _constant_input(self.model, block, site.d_in)
-        norm = _norm_before(block, kind)
         # Not supported by the adapter: norms that follow the matrices (BERT), linear attention (Qwen3.5).
-        if not isinstance(norm, NormalizationBridge) or not getattr(self.model.adapter, "supports_fold_ln", True):
+        folds = getattr(self.model.adapter, "supports_fold_ln", True)
+        if site.kind != "attn_o":
+            norm = _norm_before(block, kind)
+            return self.norm_affine(norm) if folds and isinstance(norm, NormalizationBridge) else None
+        # The constant part of attn_o's input, where it is known.
+        value: Any = leaves_of_block(block)[0].get("attn_v")
+        attn = block._modules.get("attn")
+        if value is None or attn is None:
             return None
-        return self.norm_affine(norm)
+        # More than a pattern that sums to one lies between values and attn_o: a gate, or a sink.
+        gated = getattr(attn.config, "gated_q_proj", False) or "gate" in attn._modules
+        if gated or getattr(attn.original_component, "sinks", None) is not None:
+            return None
+        weight, norm = matrix(value).detach().float(), _norm_before(block, "attn_v")
+        shift = _shift_of(norm) if norm is not None and folds else None
+        bias = weight.new_zeros(weight.shape[1]) if value.bias is None else value.bias
+        constant = value_constant(bias, shift, weight, int(self.model.cfg.d_head), site.d_in)
+        return Affine(shift=constant) if constant.any() else Affine()
 
     def norm_before(self, site: Site) -> Affine | None:
         block, kind = self.model.blocks[site.layer], base_kind(site.kind)
@@ -114,20 +126,3 @@ def _norm_before(block: Any, kind: str) -> Any:
     if isinstance(block, ParallelBlockBridge) and "ln2" not in block._modules:
         name = "ln1"
     return block._modules.get(name)
-
-
-def _constant_input(model: Any, block: Any, d_in: int) -> Affine | None:
-    """The constant part of attn_o's input; None where it is not known."""
-    value: Any = leaves_of_block(block)[0].get("attn_v")
-    attn = block._modules.get("attn")
-    if value is None or attn is None:
-        return None
-    # More than a pattern that sums to one lies between values and attn_o: a gate, or a sink.
-    gated = getattr(attn.config, "gated_q_proj", False) or "gate" in attn._modules
-    if gated or getattr(attn.original_component, "sinks", None) is not None:
-        return None
-    weight, norm = matrix(value).detach().float(), _norm_before(block, "attn_v")
-    shift = _shift_of(norm) if norm is not None and getattr(model.adapter, "supports_fold_ln", True) else None
-    bias = weight.new_zeros(weight.shape[1]) if value.bias is None else value.bias
-    constant = value_constant(bias, shift, weight, int(model.cfg.d_head), d_in)
-    return Affine(shift=constant) if constant.any() else Affine()

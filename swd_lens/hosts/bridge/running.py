@@ -33,8 +33,6 @@ class Reached(Exception):
     """Carries the residual out of Hugging Face's forward, its only argument."""
 
 
-# ---------------------------------------------------------------------------------------------- standing in
-
 _STANDING_IN: dict[type, type] = {}  # plain class -> the class of the same module while another call stands in
 _PLAIN: dict[type, type] = {}  # and back
 _ATTRIBUTE = "unit_stand_in"
@@ -72,9 +70,6 @@ def with_stand_ins(model: Any, stand_ins: Sequence[StandIn], run: Callable[[], A
 def _call_itself(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     plain: Any = _PLAIN[type(module)]
     return plain.__call__(module, *args, **kwargs)
-
-
-# ---------------------------------------------------------------------------------------------- blocks
 
 
 class _HandedOn(Tensor):
@@ -139,31 +134,9 @@ def stopping(model: Any, layer: int, start: Start | None = None) -> list[StandIn
     return [*(stand_in for stand_in in stand_ins if stand_in[0] is not last), (last, raise_output)]
 
 
-# ---------------------------------------------------------------------------------------------- unembedding
-
-
-def unembedding_some(model: Any, token_ids: Tensor) -> list[StandIn]:
-    """The unembedding computes these tokens' logits only; what the model does to logits (soft caps) it does to them.
-
-    Empty where it is not a plain matrix, of which some rows can be taken.
-    """
-    linear = _unembedding(model)
-    if type(linear) is not nn.Linear:
-        return []
-    rows = token_ids.to(linear.weight.device)
-
-    def some(hidden: Tensor) -> Tensor:
-        return F.linear(hidden, linear.weight[rows], None if linear.bias is None else linear.bias[rows])
-
-    return [(linear, some)]
-
-
 def _unembedding(model: Any) -> Any:
     unembed = model._modules.get("unembed")
     return None if unembed is None else unembed._modules.get("_original_component")
-
-
-# ---------------------------------------------------------------------------------------------- runs
 
 
 class BridgeRuns:
@@ -171,8 +144,14 @@ class BridgeRuns:
 
     model: Any
 
-    def run(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
-        return self._run(tokens)
+    def run(self, tokens: Int[Tensor, "batch pos"], **how: Any) -> Any:
+        device = self.model.cfg.device
+        mask = how.pop("attention_mask", torch.ones_like(tokens))
+        if any("linear_attn" in block._modules for block in self.model.blocks):
+            # Without a cache 3.9 recomputes the layer itself and asks Hugging Face's module for causal_conv1d_fn
+            # (gated_delta_net.py:180), which transformers 5.15 moved out of it.
+            how.setdefault("use_cache", True)
+        return self.model(tokens.to(device), attention_mask=mask.to(device), **how)
 
     def run_blocks(self, tokens: Int[Tensor, "batch pos"], n_blocks: int, start: Start | None = None) -> None:
         if start is not None:
@@ -180,7 +159,7 @@ class BridgeRuns:
             return
         # Where no block knows its number (BERT: block.py:_check_stop_at_layer), upstream runs them all; behind the last one it
         # runs the rest of the model.
-        self._run(tokens, stop_at_layer=n_blocks, **self._last_only())
+        self.run(tokens, stop_at_layer=n_blocks, **self._last_only())
 
     def freeze_prefix(self, tokens: Int[Tensor, "batch pos"], begun: Begun | None = None) -> Any:
         if tokens.shape[1] == 1 or not self._keeps_cache():
@@ -188,7 +167,7 @@ class BridgeRuns:
         stand_ins = [] if begun is None else starting(self.model, Start(begun.layer, begun.earlier))
         how: dict[str, Any] = {"return_type": "logits_and_cache", "use_cache": True, **self._last_only()}
         with torch.no_grad():
-            _, cache = with_stand_ins(self.model, stand_ins, lambda: self._run(tokens[:, :-1], **how))
+            _, cache = with_stand_ins(self.model, stand_ins, lambda: self.run(tokens[:, :-1], **how))
         if not is_known(cache) or begun is None:
             return cache if is_known(cache) else None
         return joined(begun.prefix, cache, begun.layer)
@@ -199,7 +178,7 @@ class BridgeRuns:
         from transformers import DynamicCache  # at its use: slow to import
 
         cache: Any = DynamicCache(config=self.model.original_model.config)  # of the layers that the model's own would have
-        run = partial(self._run, tokens[:, :-1], use_cache=True, past_key_values=cache)
+        run = partial(self.run, tokens[:, :-1], use_cache=True, past_key_values=cache)
         with torch.no_grad():
             try:
                 with_stand_ins(self.model, stopping(self.model, layer), run)
@@ -221,7 +200,7 @@ class BridgeRuns:
             return start.residual
         # With a start as `run_blocks` runs it: whether keys and values are kept changes GPT-2's last bits.
         first, whole = (0, False) if start is None else (start.layer, prefix is None)
-        run = (lambda: self._run(tokens)) if whole else (lambda: self._run_last(tokens, prefix, first))
+        run = (lambda: self.run(tokens)) if whole else (lambda: self._run_last(tokens, prefix, first))
         try:
             with_stand_ins(self.model, stopping(self.model, layer, start), run)
         except Reached as reached:
@@ -243,7 +222,16 @@ class BridgeRuns:
                 # No block runs: what is before the last position is of no use, and neither are positions.
                 tokens, prefix, start = tokens[:, -1:], None, replace(start, residual=start.residual[:, -1:])
             stand_ins, first = starting(self.model, start), start.layer
-        unembedding = [] if token_ids is None else unembedding_some(self.model, token_ids)
+        # These tokens' logits only, where the unembedding is a plain matrix; what the model does to logits (soft caps) it does to
+        # them.
+        linear, unembedding = _unembedding(self.model), []
+        if token_ids is not None and type(linear) is nn.Linear:
+            rows = token_ids.to(linear.weight.device)
+
+            def some(hidden: Tensor) -> Tensor:
+                return F.linear(hidden, linear.weight[rows], None if linear.bias is None else linear.bias[rows])
+
+            unembedding.append((linear, some))
         stand_ins = stand_ins + unembedding
         logits = with_stand_ins(self.model, stand_ins, lambda: self._run_last(tokens, prefix, first))[:, -1]
         # Where the unembedding is no plain matrix it was computed whole.
@@ -253,39 +241,26 @@ class BridgeRuns:
         self, tokens: Int[Tensor, "batch pos"], residual: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos vocab"]:
         stand_ins = starting(self.model, Start(len(self.model.blocks), residual))
-        return with_stand_ins(self.model, stand_ins, lambda: self._run(tokens, **self._without_cache()))
+        return with_stand_ins(self.model, stand_ins, lambda: self.run(tokens, **self._without_cache()))
 
     def _run_last(self, tokens: Tensor, prefix: Any, first: int) -> Tensor:
         """Logits (batch, pos, vocab), of the last position at least; with a prefix only that position is run. first: the first
         block that is run; what the prefix keeps of earlier ones is not asked for."""
         if prefix is None:
-            return self._run(tokens, **self._last_only(), **self._without_cache())
+            return self.run(tokens, **self._last_only(), **self._without_cache())
         require_kept(prefix, first)
         cache = to_run_on(prefix, first)
-        return self._run(tokens[:, -1:], attention_mask=torch.ones_like(tokens), past_key_values=cache)
-
-    def _run(self, tokens: Tensor, **how: Any) -> Any:
-        device = self.model.cfg.device
-        mask = how.pop("attention_mask", torch.ones_like(tokens))
-        if self._has_linear_attention():
-            # Without a cache 3.9 recomputes the layer itself and asks Hugging Face's module for causal_conv1d_fn
-            # (gated_delta_net.py:180), which transformers 5.15 moved out of it.
-            how.setdefault("use_cache", True)
-        return self.model(tokens.to(device), attention_mask=mask.to(device), **how)
-
-    def _has_linear_attention(self) -> bool:
-        return any("linear_attn" in block._modules for block in self.model.blocks)
-
-    def _accepts(self, argument: str) -> bool:
-        return argument in {p.name for p in arguments_of(type(self.model.original_model).forward)}
+        return self.run(tokens[:, -1:], attention_mask=torch.ones_like(tokens), past_key_values=cache)
 
     def _last_only(self) -> dict[str, int]:
         """Unembed the last position only: for long prompts the rest is most of the work and memory."""
-        return {"logits_to_keep": 1} if self._accepts("logits_to_keep") else {}
+        return {"logits_to_keep": 1} if "logits_to_keep" in arguments_of(type(self.model.original_model).forward) else {}
 
     def _without_cache(self) -> dict[str, bool]:
         """Keep no keys and values that nobody asks for; where nothing is said, Hugging Face keeps them."""
-        return {"use_cache": False} if self._keeps_cache() and not self._has_linear_attention() else {}
+        linear = any("linear_attn" in block._modules for block in self.model.blocks)  # see `run`
+        return {"use_cache": False} if self._keeps_cache() and not linear else {}
 
     def _keeps_cache(self) -> bool:
-        return facts_of(self.model).reads_out and self._accepts("past_key_values")
+        accepted = arguments_of(type(self.model.original_model).forward)
+        return facts_of(self.model).reads_out and "past_key_values" in accepted

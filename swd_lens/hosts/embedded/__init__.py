@@ -60,22 +60,6 @@ class Shape:
             "default_prepend_bos": True,
         }
 
-    def gpt2_config(self) -> dict[str, Any]:
-        """Arguments of transformers' GPT2Config for this shape: no dropout, and the rest as in `hooked_config`."""
-        return {
-            "vocab_size": self.d_vocab,
-            "n_layer": self.n_layers,
-            "n_embd": self.d_model,
-            "n_head": self.n_heads,
-            "n_inner": self.d_mlp,
-            "n_positions": self.n_ctx,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-            # As a bridge asks for where it loads a model itself: other attention does not show its patterns.
-            "attn_implementation": "eager",
-        }
-
     def stored_names(self) -> list[str]:
         """TransformerLens' names of the parameters that a trained model's file holds."""
         block = ["attn.W_Q", "attn.W_K", "attn.W_V", "attn.W_O", "attn.b_Q", "attn.b_K", "attn.b_V", "attn.b_O"]
@@ -146,17 +130,15 @@ def load_model_folder(
     missing = [name for name in shape.stored_names() if name not in state]
     if missing:
         raise ValueError(f"{legible(folder)}/model.safetensors lacks {legible(', '.join(missing))}; train it again")
-    load = _bridge if kind == "bridge" or (kind == "auto" and not has_hooked_transformer()) else _hooked
-    return load(shape, state, tokenizer, str(device or "cpu"), dtype).eval()
+    device = str(device or "cpu")
+    if kind == "bridge" or (kind == "auto" and not has_hooked_transformer()):
+        from transformer_lens.model_bridge import TransformerBridge
 
-
-def _read(folder: Path, dtype: torch.dtype) -> tuple[Shape, dict[str, Tensor], PreTrainedTokenizerBase]:
-    shape = Shape(**json.loads((folder / "config.json").read_text()))
-    state = {name: value.to(dtype) for name, value in load_file(folder / "model.safetensors").items()}
-    return shape, state, load_tokenizer(folder)
-
-
-def _hooked(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str, dtype: torch.dtype) -> Any:
+        gpt2 = _gpt2(shape, state, tokenizer, device, dtype)
+        model: Any = TransformerBridge.boot_transformers(_NAME, hf_model=gpt2, tokenizer=tokenizer, device=device, dtype=dtype)
+        model.tokenizer.padding_side = "left"
+        model.cfg.default_prepend_bos = True
+        return model.eval()
     require_hooked_transformer(ImportError)
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
@@ -166,26 +148,27 @@ def _hooked(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str,
     state["unembed.b_U"] = torch.zeros(shape.d_vocab, dtype=dtype)
     # Not strict: TransformerLens keeps its causal mask as a buffer, which no file holds.
     model.load_state_dict(state, strict=False)
-    return model
+    return model.eval()
 
 
-def _bridge(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str, dtype: torch.dtype) -> Any:
-    from transformer_lens.model_bridge import TransformerBridge
-
-    gpt2 = _gpt2(shape, state, tokenizer, device, dtype)
-    name = shape.hooked_config()["model_name"]
-    model = TransformerBridge.boot_transformers(name, hf_model=gpt2, tokenizer=tokenizer, device=device, dtype=dtype)
-    model.tokenizer.padding_side = "left"
-    model.cfg.default_prepend_bos = True
-    return model
+def _read(folder: Path, dtype: torch.dtype) -> tuple[Shape, dict[str, Tensor], PreTrainedTokenizerBase]:
+    shape = Shape(**json.loads((folder / "config.json").read_text()))
+    state = {name: value.to(dtype) for name, value in load_file(folder / "model.safetensors").items()}
+    return shape, state, load_tokenizer(folder)
 
 
 def _gpt2(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str, dtype: torch.dtype) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    special = {f"{word}_token_id": getattr(tokenizer, f"{word}_token_id") for word in ("bos", "eos", "pad")}
-    config = GPT2Config(**shape.gpt2_config(), **special)
-    gpt2: Any = GPT2LMHeadModel(config)
+    # No dropout, and the rest as in `hooked_config`. Eager, as a bridge asks for where it loads a model itself: other attention
+    # does not show its patterns.
+    settings = {
+        **{f"{word}_token_id": getattr(tokenizer, f"{word}_token_id") for word in ("bos", "eos", "pad")},
+        **{"vocab_size": shape.d_vocab, "n_positions": shape.n_ctx, "n_layer": shape.n_layers, "n_head": shape.n_heads},
+        **{"n_embd": shape.d_model, "n_inner": shape.d_mlp, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
+        **{"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_implementation": "eager"},
+    }
+    gpt2: Any = GPT2LMHeadModel(GPT2Config(**settings))
     gpt2.to(device, dtype)
     gpt2.load_state_dict(gpt2_state(state, shape))
     gpt2.tie_weights()
@@ -206,11 +189,10 @@ def network_of_embedded(dtype: torch.dtype) -> Any:
 def text_tokens(n_tokens: int, split: str = "validation", seed: int = 0) -> Int[Tensor, "row 128"]:
     """Natural text of the embedded model as rows of 128 tokens, for calibration ("train") and fidelity ("test").
 
-    A row is documents of the training mixture (tasks, copy lists, filler), each "BOS text EOS", packed one after the
-    other; every row begins with BOS and its last document is cut off. Run it through an ordinary causal forward,
-    without a document mask and without adding another BOS: one row in eight was trained in just this way (see
-    `corpus`). The rows are never rows of the training run, also for "train"; the task documents of "validation" and
-    "test" have held-out content (on the same templates).
+    A row is documents of the training mixture (tasks, copy lists, filler), each "BOS text EOS", packed one after the other; every
+    row begins with BOS and its last document is cut off. Run it through an ordinary causal forward, without a document mask and
+    without adding another BOS: one row in eight was trained in just this way (see `corpus`). The rows are never rows of the
+    training run, also for "train"; the task documents of "validation" and "test" have held-out content (on the same templates).
 
     Args:
         n_tokens: at least this many tokens: ceil(n_tokens / 128) rows.

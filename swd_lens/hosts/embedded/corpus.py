@@ -63,15 +63,8 @@ def document(rng: random.Random, mix: dict[str, float], split: str = "train") ->
 
 
 class Packer:
-    """Turns documents into rows of token ids.
-
-    Args:
-        tokenizer: the embedded model's tokenizer.
-        split: whose content the task documents have.
-
-    Raises:
-        ValueError: on a text with a word outside the vocabulary (the corpus and the tokenizer do not fit).
-    """
+    """Turns documents into rows of token ids. tokenizer: the embedded model's; split: whose content the task documents have.
+    Raises ValueError: on a text with a word outside the vocabulary (the corpus and the tokenizer do not fit)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, split: str = "train"):
         self.split = split

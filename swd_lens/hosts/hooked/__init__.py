@@ -4,9 +4,8 @@
    inside; apart: attn_q, attn_k, attn_v), attn_o (heads stacked), mlp_in, mlp_out, and mlp_gate of gated MLPs. Grouped
    keys and values have as many heads as are stored.
 2. A site's input and output are read with plain PyTorch hooks on TransformerLens' own modules.
-3. A swap mounts a projection in the MLP or attention module and changes the module's class (components.py). The
-   dense parameters stay where they are; the undo restores class, children and hook_dict, so that the host is what it was,
-   bit for bit.
+3. A swap mounts a projection in the MLP or attention module and changes the module's class (components.py). The dense parameters
+   stay where they are; the undo restores class, children and hook_dict, so that the host is what it was, bit for bit.
 """
 
 from collections.abc import Mapping
@@ -59,8 +58,6 @@ class HookedTransformerHost(HookedRuns, Host):
                     f"blocks.0.{where} is a {component.__name__}; swd_lens injects into {known}. A TransformerBridge leaves "
                     'such parts out: load_host(name, kind="bridge")'
                 )
-
-    # ------------------------------------------------------------------ sites and weights
 
     def blocks(self) -> tuple[BlockShapes, ...]:
         cfg = self.model.cfg
@@ -130,8 +127,6 @@ class HookedTransformerHost(HookedRuns, Host):
             "fold_value_biases": not any(bool(matrices(block.attn, "V")[1].any()) for block in self.model.blocks),
         }
 
-    # ------------------------------------------------------------------ reading
-
     def watch_input(self, site: Site, use: Use, register: Register) -> None:
         block = self.model.blocks[site.layer]
         # hook_normalized sits before LayerNorm's weight and bias, so the module's own argument is the true input.
@@ -182,26 +177,14 @@ class HookedTransformerHost(HookedRuns, Host):
         weight, bias = getattr(norm, "w", None), getattr(norm, "b", None)
         return Affine(*(None if t is None else t.detach().float() for t in (weight, bias)))
 
-    # ------------------------------------------------------------------ swapping
-
     def is_swapped(self, site: Site) -> bool:
         return site.kind in getattr(self._module(site), "unit_projections", ())
 
     def fuse_attention(self, register: Register) -> bool:
-        covered = self._cover_attention(register, whole=True)
-        if covered:
-            fused.cover_unembedding(self.model.unembed, register)
-        return covered
+        return fused.cover(self.model, register, whole=True)
 
     def share_prefix(self, register: Register) -> bool:
-        return self._cover_attention(register, whole=False)
-
-    def _cover_attention(self, register: Register, whole: bool) -> bool:
-        """Cover the layers whose attention can be computed fused; False where none can."""
-        attentions = [block.attn for block in self.model.blocks if fused.can_fuse(block.attn)]
-        for attn in attentions:
-            fused.cover(attn, register, whole)
-        return bool(attentions)
+        return fused.cover(self.model, register, whole=False)
 
     def guard(self, reason: str, register: Register) -> None:
         model = self.model
@@ -264,9 +247,6 @@ class HookedTransformerHost(HookedRuns, Host):
 
     def _module(self, site: Site) -> Any:
         return getattr(self.model.blocks[site.layer], "attn" if site.kind.startswith("attn") else "mlp")
-
-
-# ---------------------------------------------------------------------------------------------- parts
 
 
 def _flat(weight: Float[Tensor, "head d_in d_head"]) -> Float[Tensor, "d_in d_out"]:

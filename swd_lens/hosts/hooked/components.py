@@ -165,6 +165,27 @@ def matrices(attn: Any, part: str) -> tuple[Float[Tensor, "head d_in d_head"], F
     return getattr(attn, f"{under}W_{part}"), getattr(attn, f"{under}b_{part}")
 
 
+def lay_out(model: Any) -> None:
+    """Have every matrix lie as the forward multiplies it, (d_out, d_in); in place, the parameters stay the same objects.
+
+    TransformerLens has them as (d_in, d_out), or (head, d_in, d_head), and makes a transposed copy of each at every run: of those
+    of attention, of gated MLPs and of the unembedding. Of a matrix that lies transposed it copies nothing. Shapes and numbers
+    stay, and so do the results, to the bit. A model that somebody else has loaded stays as it is; fused.py spares it the largest
+    copy, of W_U.
+    """
+    transposed = [model.unembed.W_U]
+    for block in model.blocks:
+        attn, mlp = block.attn, block._modules.get("mlp")
+        if isinstance(attn, Attention | GroupedQueryAttention):
+            transposed += [matrices(attn, part)[0] for part in "QKV"]  # of each head
+            # (head, d_head, d_model) is read as (d_model, head x d_head).
+            attn.W_O.data = attn.W_O.data.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+        if isinstance(mlp, GatedMLP):
+            transposed += [mlp.W_gate, mlp.W_in, mlp.W_out]
+    for matrix in transposed:
+        matrix.data = matrix.data.mT.contiguous().mT
+
+
 # Matrices that the model stacks over the layers (HookedTransformer.W_Q ...) -> the kinds of sites that they hold.
 _STACKED = {
     **{f"W_{part}": (f"attn_{part.lower()}", "attn_qkv") for part in "QKV"},

@@ -25,11 +25,8 @@ from swd_lens.hosts.weights import Shadow, shadow_methods
 
 
 class Fused:
-    """The four methods of one attention module, and what they share during a forward.
-
-    Args:
-        whole: whether forwards without a shared prefix are fused, too.
-    """
+    """The four methods of one attention module, and what they share during a forward. whole: forwards without a shared prefix are
+    fused, too."""
 
     def __init__(self, attn: Any, whole: bool):
         self.attn, self.whole = attn, whole
@@ -112,18 +109,18 @@ def can_fuse(attn: Any) -> bool:
     return not (capped or biased or both_ways or attn.attn_type != "global" or cfg.use_attention_sinks)
 
 
-def cover_unembedding(unembed: Any, register: Callable[[Any], object]) -> None:
-    """Have the unembedding multiply by W_U where it lies until the undo."""
-    if type(unembed) is Unembed:
-        shadow_methods(unembed, {"forward": _Unembedding}, register)
-
-
-def cover(attn: Any, register: Callable[[Any], object], whole: bool) -> None:
-    """Have the module compute its attention fused until the undo, or only that of rows with a shared prefix."""
-    fused = Fused(attn, whole)
-    names = {"apply_rotary": fused.rotary, "calculate_attention_scores": fused.scores}
-    names |= {"apply_causal_mask": fused.masked, "calculate_z_scores": fused.z}
-    shadow_methods(attn, {name: partial(_Part, fused, call) for name, call in names.items()}, register)
+def cover(model: Any, register: Callable[[Any], object], whole: bool) -> bool:
+    """Have the layers that can compute their attention fused until the undo, and the unembedding multiply by W_U where it lies;
+    or (not whole) only the attention of rows with a shared prefix. False where no layer can."""
+    attentions = [block.attn for block in model.blocks if can_fuse(block.attn)]
+    for attn in attentions:
+        fused = Fused(attn, whole)
+        names = {"apply_rotary": fused.rotary, "calculate_attention_scores": fused.scores}
+        names |= {"apply_causal_mask": fused.masked, "calculate_z_scores": fused.z}
+        shadow_methods(attn, {name: partial(_Part, fused, call) for name, call in names.items()}, register)
+    if attentions and whole and type(model.unembed) is Unembed:
+        shadow_methods(model.unembed, {"forward": _Unembedding}, register)
+    return bool(attentions)
 
 
 def takes(attn: Any, prefix: Any) -> bool:

@@ -107,8 +107,10 @@ class HookedRuns:
 
     model: Any
 
-    def run(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
-        return self._run(tokens)
+    def run(self, tokens: Int[Tensor, "batch pos"], **how: Any) -> Tensor:
+        tokens = tokens.to(self.model.cfg.device)
+        # An explicit mask: otherwise TransformerLens guesses padding from the tokenizer's settings.
+        return self.model(tokens, attention_mask=torch.ones_like(tokens), **how)
 
     def run_blocks(self, tokens: Int[Tensor, "batch pos"], n_blocks: int, start: Start | None = None) -> None:
         self.residual(tokens, n_blocks, None, start)
@@ -117,10 +119,10 @@ class HookedRuns:
         if tokens.shape[1] == 1:
             return None
         last = self.model.cfg.n_layers - 1
-        cache = self._empty_cache(tokens)
+        cache = TransformerLensKeyValueCache.init_cache(self.model.cfg, self.model.cfg.device, len(tokens))
         with torch.no_grad():
             if begun is None:
-                earlier = self._run(tokens[:, :-1], past_kv_cache=cache, stop_at_layer=last)
+                earlier = self.run(tokens[:, :-1], past_kv_cache=cache, stop_at_layer=last)
             else:
                 cache.entries[: begun.layer] = begun.prefix.entries[: begun.layer]
                 mask = cache.append_attention_mask(self._ones(begun.earlier))
@@ -132,17 +134,14 @@ class HookedRuns:
     def begin(self, tokens: Int[Tensor, "batch pos"], layer: int) -> Begun | None:
         if tokens.shape[1] == 1:
             return None
-        cache = self._empty_cache(tokens)
+        cache = TransformerLensKeyValueCache.init_cache(self.model.cfg, self.model.cfg.device, len(tokens))
         with torch.no_grad():
-            earlier = self._run(tokens[:, :-1], past_kv_cache=cache, stop_at_layer=layer)
+            earlier = self.run(tokens[:, :-1], past_kv_cache=cache, stop_at_layer=layer)
             cache.freeze()
-            last = self._run(tokens[:, -1:], past_kv_cache=cache, stop_at_layer=layer)
+            last = self.run(tokens[:, -1:], past_kv_cache=cache, stop_at_layer=layer)
         # Entries of the layers from `layer` on are empty, and no shapes.
         shapes = [_repeated(entry, 1, kept=False) for entry in cache.entries[:layer]]
         return Begun(layer, earlier, last, _PartialCache(shapes, cache.previous_attention_mask, layer))
-
-    def _empty_cache(self, tokens: Tensor) -> TransformerLensKeyValueCache:
-        return TransformerLensKeyValueCache.init_cache(self.model.cfg, self.model.cfg.device, len(tokens))
 
     def repeat_prefix(self, prefix: Any, times: int, from_layer: int = 0) -> Any:
         """Copies nothing yet."""
@@ -168,8 +167,8 @@ class HookedRuns:
         require_kept(prefix, 0 if start is None else start.layer)
         if start is None:
             if prefix is None:
-                return self._run(tokens, stop_at_layer=layer)
-            return self._run(tokens[:, -1:], past_kv_cache=prefix, stop_at_layer=layer)
+                return self.run(tokens, stop_at_layer=layer)
+            return self.run(tokens[:, -1:], past_kv_cache=prefix, stop_at_layer=layer)
         if start.layer == layer:
             return start.residual
         if prefix is None:
@@ -225,11 +224,6 @@ class HookedRuns:
         with suppress(_Filled):
             self.model.blocks[-1](resid, past_kv_cache_entry=entry, attention_mask=self._ones(resid))
         return TransformerLensKeyValueCacheEntry(entry.past_keys, entry.past_values, frozen=True)
-
-    def _run(self, tokens: Tensor, **how: Any) -> Tensor:
-        tokens = tokens.to(self.model.cfg.device)
-        # An explicit mask: otherwise TransformerLens guesses padding from the tokenizer's settings.
-        return self.model(tokens, attention_mask=torch.ones_like(tokens), **how)
 
     def _run_between(self, resid: Tensor, start: int, stop: int, mask: Tensor | None = None, **how: Any) -> Tensor:
         """Blocks start .. stop - 1, from what enters the first of them."""

@@ -7,9 +7,9 @@ import torch
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.train.finetune.mount import SMALLEST, Support, TrainedProjection
-from swd_lens.units import UnitProjection
 from swd_lens.units.factors import Factors
 from swd_lens.units.integrity import Offsets
+from swd_lens.units.projection import UnitProjection
 
 
 def random_factors(offsets: bool = False) -> Factors:
