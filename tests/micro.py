@@ -73,10 +73,11 @@ def random_tokens(rows: int, pos: int, d_vocab: int = 20, seed: int = 0) -> torc
     return torch.randint(0, d_vocab, (rows, pos), generator=torch.Generator().manual_seed(seed))
 
 
-def random_split(n: int = 24, d_vocab: int = 20, seed: int = 0, name: str = "train") -> TaskSplit:
-    """Prompts of 1 to 8 random tokens, one answer, two distractors."""
+def random_split(n: int = 24, d_vocab: int = 20, seed: int = 0, name: str = "train", length: int | None = None) -> TaskSplit:
+    """Prompts of 1 to 8 random tokens, one answer, two distractors. Of one `length` where lengths are no matter: each is run by
+    itself."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 9, (n,), generator=generator).tolist()
+    lengths = torch.randint(1, 9, (n,), generator=generator).tolist() if length is None else [length] * n
     prompts = [torch.randint(0, d_vocab, (length,), generator=generator).tolist() for length in lengths]
     wrong = [[(i + 1) % d_vocab, (i + 2) % d_vocab] for i in range(n)]
     return split_of(prompts, [[i % d_vocab] for i in range(n)], wrong, d_vocab, name)

@@ -80,7 +80,7 @@ def test_output_is_the_sum_of_units_plus_bias_and_detach_restores_the_host_bit_f
 @pytest.mark.parametrize(("name", "sites"), cases())
 def test_keep_all_is_the_identity_and_ablating_nothing_too(model, sources, name, sites):
     factors, tokens = sources(name, sites), random_tokens(3, 6)
-    scores = attribute(model, factors, random_split(8), positions="all")
+    scores = attribute(model, factors, random_split(4), positions="all")
     with attach(model, factors), torch.no_grad():
         plain = model(tokens)
         kept = model.run_with_hooks(tokens, fwd_hooks=intervention_hooks(scores, scores.ranking(), "keep"))
@@ -116,7 +116,7 @@ def test_exact_sources_compute_what_the_host_computes(model, sources, name, site
 @pytest.mark.quick_cases(18)
 @pytest.mark.parametrize(("name", "sites"), cases())
 def test_curves_end_at_the_unpruned_replacement(model, sources, name, sites):
-    factors, split = sources(name, sites), random_split(8)
+    factors, split = sources(name, sites), random_split(4)
     scores = attribute(model, factors, split)
     curve = evaluate(model, factors, split, scores, grid=[1], random_sets=0)  # and the empty circuit, and the whole set
     whole, empty = curve.rows.iloc[-1], curve.rows.iloc[0]

@@ -30,7 +30,7 @@ def moved(kind: str) -> Kit:
     return kit
 
 
-@pytest.mark.quick_cases(10)
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(("call", "kind"), in_turns(name for name in CALLS if name not in ELSEWHERE))
 def test_a_call_mixes_no_devices(call, kind):
     kit = moved(kind)

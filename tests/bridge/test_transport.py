@@ -11,6 +11,7 @@ from tests import families
 pytestmark = pytest.mark.filterwarnings("ignore:.* calibration tokens for")  # few, to be quick
 
 TOKENS = families.some_tokens(2, 9)
+FEW = {"outer_iterations": 2, "refine_rounds": 0, "basis": "paper", "progress": False}
 FOLDABLE = ("gpt2", "pythia", "llama", "qwen2", "qwen3", "gemma2")
 
 
@@ -34,7 +35,7 @@ def hosts(request):
     """A bridge as it was loaded, one in compatibility mode, and inexact factors of the first."""
     raw, processed = families.bridge(request.param), families.bridge(request.param)
     processed.enable_compatibility_mode()
-    return raw, processed, swd.factorize(raw, "all", sparsity=0.4, tokens=TOKENS, outer_iterations=3, progress=False)
+    return raw, processed, swd.factorize(raw, "all", sparsity=0.4, tokens=TOKENS, **FEW)
 
 
 @pytest.mark.quick_cases(2)
@@ -48,7 +49,7 @@ def test_transport_there_and_back(hosts):
 @pytest.mark.quick_cases(2)
 def test_factors_of_the_processed_bridge_move_to_the_raw_one(hosts):
     raw, processed, _ = hosts
-    factors = swd.factorize(processed, "all", sparsity=0.4, outer_iterations=3, progress=False)
+    factors = swd.factorize(processed, "all", sparsity=0.4, **FEW)
     assert_same(seen(processed, factors), seen(raw, factors.transport(raw)))
 
 
@@ -63,5 +64,5 @@ def test_without_transport_it_is_refused(hosts):
 def test_compatibility_mode_without_processing_changes_nothing():
     raw, named = families.bridge("gpt2"), families.bridge("gpt2")
     named.enable_compatibility_mode(no_processing=True)
-    factors = swd.factorize(raw, "all", sparsity=0.4, outer_iterations=3, progress=False)
+    factors = swd.factorize(raw, "all", sparsity=0.4, **FEW)
     assert_same(seen(raw, factors), seen(named, factors))

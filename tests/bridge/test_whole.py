@@ -10,7 +10,7 @@ from swd_lens.hosts import find_sites, host_of
 from swd_lens.units.factors import FactorSet
 from tests import families
 
-QUICK = {"preset": "quick", "outer_iterations": 2, "sparsity": 0.3, "progress": False}
+QUICK = {"preset": "quick", "outer_iterations": 2, "refine_rounds": 1, "sparsity": 0.3, "progress": False}
 # One each of: packed q, k, v; q, k, v and gate, in apart; parallel blocks; norms behind the matrices; linear attention.
 FAMILIES = ("gpt2", "qwen2", "pythia", "gemma2", "qwen3_5")
 
@@ -35,7 +35,7 @@ def test_every_matrix_of_every_family(family, calibration, tmp_path):
             inputs(model, last, tokens),
         )
     if calibration == "per_block":
-        options = {"outer_iterations": 2, "basis": made[last.name].settings["basis"]}
+        options = {"outer_iterations": 2, "refine_rounds": 1, "basis": made[last.name].settings["basis"]}
         how = {"preset": "quick", "tokens": tokens.numel(), "options": options}
         again = solve_task(SolveTask(last.name, weight, gram, 0.3, **how))
         assert torch.equal(again.read, made[last.name].read) and torch.equal(again.write, made[last.name].write)

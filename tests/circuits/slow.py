@@ -17,12 +17,12 @@ from swd_lens.tasks.task import TaskSplit
 from swd_lens.units import attach
 
 
-def able_split(n: int = 7, seed: int = 6, name: str = "test", same_lengths: bool = True) -> TaskSplit:
+def able_split(n: int = 7, seed: int = 6, name: str = "test", same_lengths: bool = True, length: int | None = None) -> TaskSplit:
     """Prompts of 1 to 8 tokens; right is what the toy model says, wrong its second and its last choice; each with a
     corrupt prompt, of the same length or of another."""
     from tests.micro import random_split, toy_model  # not above: transformer_lens 4 has no HookedTransformer
 
-    split, model = random_split(n, seed=seed, name=name), toy_model()
+    split, model = random_split(n, seed=seed, name=name, length=length), toy_model()
     generator = torch.Generator().manual_seed(99)
     lengths = [len(p) if same_lengths else 1 + i % 5 for i, p in enumerate(split.tokens)]
     with torch.no_grad():

@@ -97,7 +97,7 @@ def test_p_is_uniform_for_exchangeable_methods(n_specifications):
 @pytest.fixture(scope="module")
 def toy():
     model = toy_model()
-    exact, splits = swd.baselines.neurons(model, "blocks.*.mlp_out"), [able_split(12, seed=seed) for seed in (1, 2, 3)]
+    exact, splits = swd.baselines.neurons(model, "blocks.*.mlp_out"), [able_split(12, seed=seed, length=6) for seed in (1, 2, 3)]
     scores = swd.attribute(model, exact, splits[0])
     names = ("train", "validation", "test")
     splits = [replace(carried_by(model, exact, scores, of), name=name) for of, name in zip(splits, names, strict=True)]

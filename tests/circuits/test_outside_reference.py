@@ -7,7 +7,7 @@ model, at an MLP, at an attention site, and at both as one surface. tests/real/t
 import json
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -50,7 +50,7 @@ class Beside:
     factors: Any
     outside: reference.Model
     bias: Callable[[str], Any]
-    lengths: list[int] | None = None
+    lengths: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -140,10 +140,10 @@ def beside(default_model):
         return (block.mlp.b_out if site.endswith("mlp_out") else block.attn.b_O).detach().double()
 
     @cache
-    def make(task: str, sites: tuple[str, ...]) -> Beside:
+    def make(task: str, sites: tuple[str, ...], lengths: tuple[int, ...] | None = None) -> Beside:
         prompts = swd.load_task(task, default_model, n_train=16, n_validation=16, n_test=16)
         factors = swd.factorize(default_model, list(sites), sparsity=0.4, outer_iterations=4, progress=False)
-        return Beside(default_model, prompts, factors, outside, bias)
+        return Beside(default_model, prompts, factors, outside, bias, lengths)
 
     return make
 
@@ -161,6 +161,6 @@ def test_every_number_is_that_of_plain_torch(beside, surface, positions, ablatio
 
 
 def test_where_nothing_is_carried_plain_torch_has_no_cost_either(beside):
-    found, curve = beside("ioi", ("blocks.2.mlp_out",)).differences("scoring", "mean")
+    found, curve = beside("ioi", ("blocks.2.mlp_out",), (3, 30)).differences("scoring", "mean")
     assert not curve.carries and curve.rows["recovered"].isna().all()
     assert max(found.values()) < ROUNDING, found

@@ -17,7 +17,7 @@ def by_hand(units, edges, recovered, drop, task="toy", q=2.0, **more):
 
 def task_named(name, seed):
     validation, test = random_split(seed=seed + 50, name="validation"), random_split(seed=seed, name="test")
-    return Task(name, random_split(seed=0), validation, test, "random", False)
+    return Task(name, random_split(6, seed=0, length=5), validation, test, "random", False)
 
 
 TOY, OTHER = task_named("toy", 6), task_named("other", 8)  # test prompts on which the toy model's margin is positive

@@ -5,13 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swd_lens.solver import PRESETS
+from swd_lens.solver import PRESETS, automatic
 
 
 @pytest.fixture(scope="package", autouse=True)
 def few_alternations():
-    """The paper's solver is a usual control: most of a small command's time, and how good it is is no matter here."""
+    """The paper's solver is a usual control: most of a small command's time, and how good it is is no matter here. So are the
+    many rotations of what looks like a product of sparse factors, as some of the embedded model's matrices do."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(automatic.PATIENCE, "rotations", 1)
         patch.setitem(PRESETS, "paper", replace(PRESETS["paper"], outer_iterations=4))
         yield
 

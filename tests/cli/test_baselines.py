@@ -12,13 +12,14 @@ from swd_lens.train.engine import Engine
 from tests.cli.commands import refused, words
 from tests.cli.commands import run as run_command
 
-SMALL = ["--tokens", "2048", "--heldout-tokens", "1024", "--n-tokens", "3072"]
+SMALL = ["--tokens", "1024", "--heldout-tokens", "256", "--n-tokens", "2048", "--set", "tokens_per_step=1024"]
 
 
 def run(*arguments):
     return run_command("train-baseline", *arguments)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("command", "site", "settings"),
     [
@@ -33,8 +34,8 @@ def test_units_are_trained_saved_measured_and_taken_over(tmp_path, default_model
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
     printed, units = json.loads(result.stdout), LearnedUnits.load(tmp_path / "b")
-    assert printed["tokens"] == units.tokens == 3072 and units.provenance["settings"]["width"] == 64
-    again = swd.fidelity(default_model, units, swd.text_tokens(1024, split="test"))
+    assert printed["tokens"] == units.tokens == 2048 and units.provenance["settings"]["width"] == 64
+    again = swd.fidelity(default_model, units, swd.text_tokens(256, split="test"))
     assert printed["fidelity"]["kl"] == pytest.approx(again.kl, abs=1e-9)
     assert printed["activity"][0]["units"] == 64
     monkeypatch.setattr(Engine, "advance", lambda *args: pytest.fail("trained again"))
@@ -61,7 +62,7 @@ def test_finished_factors_are_fine_tuned_on_their_supports(tmp_path, default_mod
 
 def test_a_sparse_model_is_pretrained_in_the_shape_of_a_host(tmp_path, default_model):
     sizes = ["--set", "updates=3", "--set", "tokens_per_update=1024"]
-    result = run("sparse-pretrain", "--out", tmp_path / "s", "--json", *sizes, "--tokens", 2048, "--heldout-tokens", 1024)
+    result = run("sparse-pretrain", "--out", tmp_path / "s", "--json", *sizes, "--tokens", 1024, "--heldout-tokens", 256)
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     model = swd.load_host(printed["folder"])
@@ -134,8 +135,8 @@ def test_a_trained_baseline_stands_beside_swd_in_circuits_and_report(tmp_path):
     trained = tmp_path / "tc"
     made = run("transcoder", "--out", trained, "--site", "blocks.1.mlp_out", "--set", "width=16", *SMALL)
     assert made.exit_code == 0, made.output
-    small = ["--tokens", "2048", "--heldout-tokens", "1024", "--n-train", "12", "--n-test", "8", "--task", "ioi"]
-    small += ["--outer-iterations", "4", "-s", "0.5", "--preset", "quick", "--controls", "none"]
+    small = ["--tokens", "256", "--heldout-tokens", "256", "--n-train", "4", "--n-validation", "4", "--n-test", "4"]
+    small += ["--task", "gendered_pronoun", "--outer-iterations", "4", "-s", "0.5", "--preset", "quick", "--controls", "none"]
 
     def circuit(site):
         return ["circuit", "--sites", site, *small, "--beside", trained]
@@ -146,8 +147,8 @@ def test_a_trained_baseline_stands_beside_swd_in_circuits_and_report(tmp_path):
     read = swd.Run.load(tmp_path / "run")
     (comparison,) = read.comparisons.values()
     units = LearnedUnits.load(trained)
-    whole = comparison["ioi"].curves["transcoder (tc)"].rows.iloc[-1]
+    whole = comparison["gendered_pronoun"].curves["transcoder (tc)"].rows.iloc[-1]
     assert (whole["units"], whole["edges"]) == (16, units.edges) and read.settings["beside"] == ["transcoder (tc)"]
-    ce = swd.fidelity(swd.load_default_model(), units, swd.text_tokens(1024, split="test")).ce
+    ce = swd.fidelity(swd.load_default_model(), units, swd.text_tokens(256, split="test")).ce
     assert comparison.fidelities["transcoder (tc)"].ce == pytest.approx(ce, abs=1e-9)
     assert "transcoder (tc)" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")

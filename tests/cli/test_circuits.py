@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import sys
+from functools import cache
 
 import pytest
 
@@ -56,9 +58,10 @@ def test_factors_beside_new_ones_and_random_b_seeds(tmp_path, whole):
     assert methods == ["SWD s=0.5", "SWD s=0.6, tuned (whole)", *(f"Random-B/{seed}" for seed in range(2))]
 
 
-def test_factors_of_another_model_are_refused_before_any_text_is_read(tmp_path, whole, gpt2_folder):
+def test_factors_of_another_model_are_refused_before_any_text_is_read(tmp_path, default_model, gpt2_folder):
+    swd.baselines.svd(default_model, "blocks.2.mlp_out").save(tmp_path / "svd")
     other = ["--model", gpt2_folder, "--text", tmp_path / "missing.txt", "--task", "ioi"]
-    refused("blocks.2.mlp_out", "circuit", "--factors", whole, *other, out=tmp_path / "x")
+    refused("blocks.2.mlp_out", "circuit", "--factors", tmp_path / "svd", *other, out=tmp_path / "x")
     refused("nothing", "circuit", "--factors", tmp_path / "nothing", "--task", "ioi", out=tmp_path / "x")
     refused("--sites, finished factors (--factors), or both", "circuit", "--task", "ioi", out=tmp_path / "x")
 
@@ -139,6 +142,21 @@ def test_circuit_chooses_the_sites_that_the_tasks_need(tmp_path):
     assert "succession: the dense model does not do this task" in said
 
 
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory):
+    """A study with these controls: its folder, and what was printed."""
+
+    @cache
+    def make(*how):
+        folder = tmp_path_factory.mktemp("study")
+        arguments = ["circuit", "--out", folder, "--sites", "blocks.3.mlp_out", "--task", "gendered_pronoun"]
+        made = run(*arguments, "--ablation", "zero", "--controls", *how, *SMALL, "--n-train", "8", "--n-test", "6")
+        assert made.exit_code == 0, made.output
+        return folder, made
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("controls", "sparsities", "wanted"),
     [
@@ -151,14 +169,12 @@ def test_circuit_chooses_the_sites_that_the_tasks_need(tmp_path):
         ),
     ],
 )
-def test_controls_ablation_and_tables(tmp_path, controls, sparsities, wanted):
-    arguments = ["circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "gendered_pronoun", *sparsities]
-    result = run(*arguments, "--ablation", "zero", "--controls", controls, *SMALL, *PROMPTS)
-    assert result.exit_code == 0, result.output
-    saved = json.loads((tmp_path / "run.json").read_text())
+def test_controls_ablation_and_tables(beside, controls, sparsities, wanted):
+    folder, result = beside(controls, *sparsities)
+    saved = json.loads((folder / "run.json").read_text())
     assert sorted(curve["method"] for curve in saved["circuits"]) == sorted(wanted)
     assert saved["settings"]["ablation"] == "zero" and {c["settings"]["ablation"] for c in saved["circuits"]} == {"zero"}
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = (folder / "report.html").read_text(encoding="utf-8")
     assert all(name in page for name in wanted) and "ablation=&#39;zero&#39;" in page
     assert ("Random-B" in result.stdout) == ("Random-B/0" in wanted)
     for text in ("Fidelity of blocks.3.mlp_out", "Circuits in blocks.3.mlp_out", "report.html", *wanted[:2]):
@@ -198,11 +214,9 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_run_is_read(tmp_p
     refused("is a folder; give the name of a file in it", "report", tmp_path / "nothing", "--out", tmp_path)
 
 
-def test_report_is_made_again_without_a_model(tmp_path, monkeypatch):
-    arguments = ["circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", "-s", "0.5"]
-    made = run(*arguments, *FEW, "--json")
-    assert made.exit_code == 0, made.output
-    page, numbers = (tmp_path / "report.html").read_bytes(), json.loads(made.stdout)
+def test_report_is_made_again_without_a_model(beside, tmp_path, monkeypatch):
+    shutil.copytree(beside("svd,random_b")[0], tmp_path, dirs_exist_ok=True)
+    page, numbers = (tmp_path / "report.html").read_bytes(), json.loads((tmp_path / "run.json").read_text())
     (tmp_path / "report.html").unlink()
 
     for module, name in ((cli.circuits, "load_default_model"), (cli.options, "load_default_model"), (cli.options, "load_host")):
@@ -212,7 +226,8 @@ def test_report_is_made_again_without_a_model(tmp_path, monkeypatch):
     assert (tmp_path / "report.html").read_bytes() == page
     assert "Fidelity of blocks.3.mlp_out" in again.stdout and "report.html" in again.stdout
     elsewhere = run("report", tmp_path, "--out", tmp_path / "new" / "r.html", "--json")
-    assert (tmp_path / "new" / "r.html").read_bytes() == page
+    assert (tmp_path / "new" / "r.html").read_bytes() == page and len(list((tmp_path / "new").iterdir())) == 1
+    del numbers["files"], numbers["sha256"]
     assert json.loads(elsewhere.stdout) == {**numbers, "report": str(tmp_path / "new" / "r.html")}
 
 

@@ -7,8 +7,8 @@ import pytest
 from swd_lens.study import paper
 from tests.cli.commands import refused, run
 
-SET = ['tasks={"gendered_pronoun": [8, 6], "greater_than": [8, 6]}', "heldout_tokens=512", "edit_tokens=512"]
-SET += ["shifts=[-1, 1]", "other_tokens=32", "lora_rates=[0.08]"]
+SET = ['tasks={"gendered_pronoun": [8, 6]}', "heldout_tokens=256", "edit_tokens=512"]
+SET += ["shifts=[-1, 1]", "other_tokens=32", "lora_rates=[0.08]", "outer_iterations=4"]
 EDIT = ["paper", "edit", "--profile", "tiny", *(word for setting in SET for word in ("--set", setting))]
 
 

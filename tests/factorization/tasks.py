@@ -19,13 +19,13 @@ def misaligned(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def tasks_of_many_kinds() -> list[SolveTask]:
-    plain = task(0, 48, 24)
+    plain, few = task(0, 48, 24), {"outer_iterations": 4}
     variants = [
         task(1, 48, 24, gram=False),
-        task(2, 24, 48, preset="best"),
-        task(3, 40, 40, preset="paper"),
-        task(4, 48, 24, gram=False, preset="paper", options={"outer_iterations": 4, "rounding": "exact"}),
-        task(5, 24, 48, preset="best", units="2x", sparsity=0.75),
+        task(2, 24, 48, preset="best", options=few),
+        task(3, 40, 40, preset="paper", options=few),
+        task(4, 48, 24, gram=False, preset="paper", options={**few, "rounding": "exact"}),
+        task(5, 24, 48, preset="best", units="2x", sparsity=0.75, options=few),
     ]
     transposed = SolveTask("transposed", plain.weight.T.contiguous().T, plain.gram, preset="quick", tokens=96)
     shifted = SolveTask("shifted", misaligned(plain.weight), misaligned(plain.gram), preset="quick", tokens=96)

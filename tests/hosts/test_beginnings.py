@@ -99,7 +99,7 @@ def test_rows_without_bos_are_one_warning_with_both_cross_entropies(model):
     for call in (
         lambda: swd.fidelity(model, factors, rows),
         lambda: swd.audit(model, factors, rows, progress=False),
-        lambda: swd.allocate(model, SITE, sparsity=0.5, tokens=swd.TokenStream(lambda: iter(rows), 6), judge=rows),
+        lambda: swd.allocate(model, SITE, sparsity=0.5, tokens=swd.TokenStream(lambda: iter(rows), 6), judge=rows, **QUICK),
     ):
         with pytest.warns(TextWarning, match="do not begin with BOS"):
             call()

@@ -116,7 +116,8 @@ def made_run() -> Run:
         tasks = [_task(HOSTILE_TASK, host, " Mary", " John"), _task("other_way", host, " John", " Mary")]
     text = torch.randint(0, len(VOCABULARY), (24, 20), generator=torch.Generator().manual_seed(0))
     surfaces = {HOSTILE_SURFACE: "blocks.1.mlp_out", "attention": ["blocks.0.attn_qkv", "blocks.1.attn_o"]}
-    options = {"sparsities": (0.5, 0.75), "cards_per_task": 2, "contexts_per_card": 2, "outer_iterations": 4}
+    options = {"sparsities": (0.5, 0.75), "controls": ("svd",), "outer_iterations": 4}
+    options |= {"cards_per_task": 2, "contexts_per_card": 2}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the mean margin of")  # of the second task
         warnings.filterwarnings("ignore", category=TextWarning)  # random words

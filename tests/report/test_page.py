@@ -346,12 +346,6 @@ def test_is_small(html: str, still: str) -> None:
     assert len(html.encode()) < len(library()) + 1_500_000 < 5_000_000
 
 
-def test_the_same_run_is_written_as_the_same_page(small: Run, tmp_path: Path) -> None:
-    path = write_report(small, str(tmp_path / "new" / "report.html"))
-    assert path.read_text(encoding="utf-8") == render_report(small)
-    assert [p.name for p in path.parent.iterdir()] == ["report.html"]
-
-
 def test_tables_and_pictures_can_be_read_aloud(html: str, page: Page) -> None:
     assert html.count("<caption><span>") == page.tags["table"]
     assert all(page.values("scope"))

@@ -3,7 +3,7 @@
 import torch
 
 from swd_lens.factorization.solve import solve
-from swd_lens.solver import Budget
+from swd_lens.solver import Budget, automatic
 from swd_lens.solver.metric import Metric
 from swd_lens.solver.spec import AnnealSpec
 from swd_lens.solver.start import is_product, owners, share_out, start, turned
@@ -73,7 +73,8 @@ def test_products_of_sparse_factors_are_told_from_ordinary_matrices():
         assert not is_product(weight_of(shape).double(), auto) and not is_product(scaled, auto)
 
 
-def test_a_product_is_solved_with_patience_and_comes_no_less_near():
+def test_a_product_is_solved_with_patience_and_comes_no_less_near(monkeypatch):
+    monkeypatch.setitem(automatic.PATIENCE, "rotations", 10)
     drawn = planted(Plant(40, 24, 16, 3, 3, noise=0.01), 0)
     how = {"edges": drawn.edges, "units": 16}
     patient, plain = (solve(drawn.weight, **how, start=start) for start in ("auto", "coordinates"))

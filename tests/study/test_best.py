@@ -15,6 +15,7 @@ from swd_lens.circuits.measure import contents_of
 from swd_lens.study.best import BY_HEAD, FIRST, BestCircuit, _between, _part
 from swd_lens.tasks.streams import as_stream
 from swd_lens.units.factors import FactorSet
+from tests.study.conftest import of_one_length
 
 pytestmark = pytest.mark.usefixtures("few_alternations", "few_steps")
 EXACT = ["neurons", "SVD", "SVD whitened", BY_HEAD.title]
@@ -23,9 +24,11 @@ SITE, TASK = "blocks.2.attn_o", "gendered_pronoun"
 
 @pytest.fixture(scope="module")
 def few_steps():
-    """Of each path two sparsities, where a search takes up to seven; how near to the goal it ends is a matter of goal.py."""
+    """Of each path two sparsities, where a search takes up to seven (how near to the goal it ends is a matter of goal.py), and
+    two rounds of a few prompts instead of three."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("swd_lens.study.best.STEPS", 2)
+        for name, value in (("STEPS", 2), ("SHARES", (0.25, 1.0)), ("FEWEST", 12)):
+            patch.setattr(f"swd_lens.study.best.{name}", value)
         yield
 
 
@@ -36,7 +39,7 @@ def model():
 
 @cache
 def task():
-    return swd.load_task(TASK, model(), n_train=48, n_validation=40, n_test=40)
+    return of_one_length(TASK, model(), 24, 20)
 
 
 def best_again(**settings):
@@ -91,7 +94,7 @@ def test_what_is_said_of_the_circuit_is_what_it_does_on_test_prompts(tmp_path):
 def test_test_prompts_choose_nothing():
     """But for how many contents they have, which says how sure a circuit has to be that it holds there (refine.py)."""
     n = len(set(contents_of(task().test)))
-    others = (swd.load_task(TASK, model(), n_train=48, n_validation=40, n_test=40, seed=s).test for s in range(1, 30))
+    others = (of_one_length(TASK, model(), 24, 20, seed=s).test for s in range(1, 30))
     other = next(split for split in others if len(set(contents_of(split))) == n)
     assert other.examples != task().test.examples
     with_other_test = swd.best_circuit(
@@ -194,4 +197,4 @@ def test_without_a_site_the_one_that_the_task_needs_most():
 def test_between():
     assert _between(8, 100) == [7, 8] and _between(1, 100) == [1] and _between(0, 100) == []
     assert _between(128, 512)[-1] == 128 and len(_between(128, 512)) == 8 and min(_between(128, 512)) > 96
-    assert len(_part(task().train, 0.25)) == 32 and len(_part(task().train, 1.0)) == 48
+    assert [len(_part(task().train, share)) for share in (0.25, 0.75, 1.0)] == [12, 18, 24]

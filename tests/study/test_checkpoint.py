@@ -10,7 +10,7 @@ import swd_lens as swd
 from tests import families
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* calibration tokens for")  # few, to be quick
-QUICK = {"preset": "quick", "progress": False}
+QUICK = {"preset": "quick", "outer_iterations": 2, "refine_rounds": 0, "progress": False}
 KINDS = ("bridge", "hooked") if metadata.version("transformer_lens") < "4" else ("bridge",)
 ROW = families.some_tokens(2, 12)
 HOOKED = {"gpt2", "pythia", "llama"}
@@ -26,7 +26,7 @@ def near(found, expected, share=1e-5):
     return (found - expected).abs().max() < share * expected.abs().max()
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("name", "kind"), [case for case in CASES if case[1] == "bridge" or case[0] in HOOKED])
 def test_transformers_loads_the_replaced_model(name, kind, tmp_path):
     model = getattr(families, kind)(name)
@@ -44,6 +44,7 @@ def test_transformers_loads_the_replaced_model(name, kind, tmp_path):
         assert near(again(ROW), expected)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_host_in_half_precision_keeps_its_precision(dtype, tmp_path):
     """Its products are rounded once where the host's are rounded twice: equal to the steps of the dtype."""
@@ -66,7 +67,8 @@ def circuit_of(model, factors, positions="all", mean_over="all_tokens"):
 
 @pytest.mark.filterwarnings("ignore")  # a random model does no task
 # With biases, and with none until the configuration asks.
-@pytest.mark.parametrize(("name", "ablation"), [("gpt2", "mean"), ("gpt2", "zero"), ("llama", "mean")])
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize(("name", "ablation"), [("gpt2", "zero"), ("llama", "mean"), ("gpt2", "mean")])
 def test_a_circuit_becomes_its_units_and_a_constant(name, ablation, tmp_path):
     model = families.bridge(name)
     factors = swd.factorize(model, ["attn_o", "mlp_out"], sparsity=0.5, tokens=families.some_tokens(4, 32), **QUICK)

@@ -14,7 +14,8 @@ from tests.micro import random_tokens, toy_model
 from tests.refusals import refuses
 
 TOKENS, HELDOUT = random_tokens(24, 12), random_tokens(24, 12, seed=1)
-QUICK = {"preset": "quick", "outer_iterations": 4, "progress": False, "tokens": TOKENS, "heldout": HELDOUT}
+FEW = {"preset": "quick", "outer_iterations": 4, "refine_rounds": 0, "progress": False}
+QUICK = {**FEW, "tokens": TOKENS, "heldout": HELDOUT}
 TUNE = {"steps": 6, "batch_size": 4}
 
 
@@ -29,7 +30,7 @@ def test_the_whole_road_and_its_folder(model, tmp_path):
     made = swd.replace_model(model, **how)
     assert torch.equal(model(TOKENS), logits)
     # The same total, spent otherwise; the same supports, other values.
-    uniform = swd.factorize(model, "all", sparsity=0.6, preset="quick", outer_iterations=4, progress=False)
+    uniform = swd.factorize(model, "all", sparsity=0.6, **FEW)
     assert made.factors.edges == made.finetuned.edges == uniform.edges == made.allocation.edges
     assert any(made.factors[site].edges != uniform[site].edges for site in uniform)
     for site in made.factors:
@@ -64,7 +65,8 @@ def _interrupt(*arguments, **named):
 
 def test_what_none_means(model):
     """The paper's preset brings the paper's budgets, calibration and fine-tuning; ours ours."""
-    tiny = {key: value for key, value in QUICK.items() if key != "preset"} | {"finetune_options": {"steps": 1}}
+    few = {"outer_iterations": 4, "finetune_options": {"steps": 1}, "progress": False}
+    tiny = {**few, "tokens": TOKENS, "heldout": HELDOUT}
     ours = swd.replace_model(model, "mlp_out", **tiny).settings
     assert (ours["budgets"], ours["calibration"], ours["finetune"]) == ("kl", "corrected", "best")
     theirs = swd.replace_model(model, "mlp_out", preset="paper", **tiny).settings

@@ -31,8 +31,8 @@ TEXT, HELD = random_tokens(12, 10), random_tokens(6, 10, seed=1)
 
 
 def task(name, seed):
-    train, validation = able_split(8, seed=seed, name="train"), able_split(8, seed=seed + 2, name="validation")
-    return swd.Task(name, train, validation, able_split(8, seed=seed + 1), source="random", prepend_bos=False)
+    splits = [able_split(8, seed=seed + more, name=of, length=5) for of, more in (("train", 0), ("validation", 2), ("test", 1))]
+    return swd.Task(name, *splits, source="random", prepend_bos=False)
 
 
 TOY, OTHER = task("toy", 3), task("other", 13)
@@ -182,8 +182,9 @@ def test_a_run_without_its_parts_is_refused(model, whole, tmp_path):
     assert saved(tmp_path) == saved(whole) and not list(tmp_path.rglob(f"*{STAGED}"))
 
 
-def test_a_goal_is_kept_by_every_solved_method_and_goes_on(model, whole, tmp_path):
+def test_a_goal_is_kept_by_every_solved_method_and_goes_on(model, whole, tmp_path, monkeypatch):
     """In place of a sparsity, and beside one in a study that is there; controls that the solver makes keep the same goal."""
+    monkeypatch.setattr("swd_lens.factorization.goal.STEPS", 2)
     goal = 2 * next(r.fidelity.kl for r in Run.load(whole).replacements if r.method == "SWD s=0.5")
     how = {"surfaces": {"one": SITE}, "controls": ("pruned", "svd"), "kl": goal}
     run = study(model, tmp_path / "goal", sparsities=(), **how)
@@ -201,6 +202,7 @@ def test_a_goal_is_kept_by_every_solved_method_and_goes_on(model, whole, tmp_pat
     refuses(swd.TokenError, r"a goal .* needs tokens", study, model, **how, calibration_tokens=None)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("failure", [BudgetError("too few edges"), swd.GoalError("nothing keeps it")])
 def test_a_usual_control_that_cannot_keep_a_goal_is_left_out(model, monkeypatch, failure):
     module = sys.modules["swd_lens.study.run_study"]  # which the package's function of the same name hides
@@ -212,6 +214,7 @@ def test_a_usual_control_that_cannot_keep_a_goal_is_left_out(model, monkeypatch,
         return factorize(*given, **how)
 
     monkeypatch.setattr(module, "factorize", without_pruned)
+    monkeypatch.setattr("swd_lens.factorization.goal.STEPS", 2)
     how = {"surfaces": {"one": SITE}, "sparsities": (), "kl": 0.5, "preset": "quick"}
     run = study(model, **how, controls=None)
     assert [r.method for r in run.replacements if r.role == "control" and not r.exact] == []

@@ -18,8 +18,8 @@ SURFACES = {"blocks.3.mlp_out": "blocks.3.mlp_out", "attn_o": "blocks.3.attn_o"}
 
 
 def studied(model, surfaces, tasks, **changed):
-    """A small study, calibrated and judged on a thousand tokens each."""
-    texts = {"calibration_tokens": swd.text_tokens(1024, split="train"), "heldout_tokens": swd.text_tokens(1024, split="test")}
+    """A small study, calibrated on a thousand tokens and judged on half of that."""
+    texts = {"calibration_tokens": swd.text_tokens(1024, split="train"), "heldout_tokens": swd.text_tokens(512, split="test")}
     return swd.run_study(model, surfaces, tasks, **{"outer_iterations": 4, **texts, **changed})
 
 
@@ -82,7 +82,7 @@ def test_factors_may_be_made_on_the_same_model_in_float64_from_a_stream(default_
     for site in alone:
         assert torch.equal(made[site].read, alone[site].read) and torch.equal(made[site].write, alone[site].write)
     # Measured on the model itself: what `fidelity` finds there, to the bit.
-    assert run.replacements[0].fidelity == swd.fidelity(default_model, alone, swd.text_tokens(1024, split="test"))
+    assert run.replacements[0].fidelity == swd.fidelity(default_model, alone, swd.text_tokens(512, split="test"))
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_finished_factors_are_a_method_of_their_surface(default_model, tasks, ru
     made = run.replacements[1].factors
     other = swd.factorize(default_model, "blocks.0.attn_o", sparsity=0.5, outer_iterations=4, progress=False)
     how = {"controls": ("random_b",), "random_b_seeds": 2, "ablation": ("mean", "zero"), "positions": ["scoring", "all"]}
-    how |= {"factors": {"mine": made, "other": other}, "heldout_tokens": swd.text_tokens(1024, split="test")}
+    how |= {"factors": {"mine": made, "other": other}, "heldout_tokens": swd.text_tokens(512, split="test")}
     finished = swd.run_study(default_model, {"last": "blocks.3.mlp_out"}, tasks[:1], **how)
     assert [(r.surface, r.method) for r in finished.replacements] == [("last", "mine"), ("blocks.0.attn_o", "other")]
     assert finished.replacements[0].fidelity == run.replacements[1].fidelity

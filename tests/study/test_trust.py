@@ -14,7 +14,7 @@ SITE = "blocks.3.mlp_out"
 
 @pytest.fixture(scope="module")
 def run(default_model, tasks, few_alternations):
-    calibration, heldout = swd.text_tokens(1024, split="train"), swd.text_tokens(1024, split="test")
+    calibration, heldout = swd.text_tokens(1024, split="train"), swd.text_tokens(512, split="test")
     texts = {"calibration_tokens": calibration, "heldout_tokens": heldout}
     return swd.run_study(default_model, {SITE: SITE}, tasks, sparsities=(0.75,), controls=(), **texts, outer_iterations=4)
 

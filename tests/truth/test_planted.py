@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from swd_lens.solver import solve
+from swd_lens.solver import automatic, solve
 from swd_lens.truth.planted import KINDS, ROTATIONS, Plant, planted, rotation_of
 from swd_lens.truth.scores import mmcs, relative_error, support_f1
 
@@ -28,8 +28,9 @@ def test_a_rotation_makes_vectors_dense_and_keeps_their_lengths():
     assert bool((turned.write != 0).all()) and torch.equal(turned.read, plain.read)
 
 
-def test_permuting_channels_permutes_units():
+def test_permuting_channels_permutes_units(monkeypatch):
     """Rows and columns in another order: the same pieces, in that order. No unit is an artefact of where its channels stand."""
+    monkeypatch.setitem(automatic.PATIENCE, "rotations", 10)
     drawn = planted(Plant(40, 24, 16, 3, 3, noise=0.01), 0)
     g = torch.Generator().manual_seed(1)
     rows, columns = torch.randperm(40, generator=g), torch.randperm(24, generator=g)

@@ -16,7 +16,10 @@ FEW = {"methods": ["SWD", "neurons", "SVD"], "progress": False}
 
 @pytest.fixture(scope="module")
 def table():
-    return run_truth(["planted", "compiled"], cases=["plain", "outputs rotated", "axes"], seeds=1, **FEW)
+    """Of a compiled host without noise, which is solved at once (test_compiled.py has the others), and of a few prompts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "compiled", lambda **_: compiled(prompts=12))
+        return run_truth(["planted", "compiled"], cases=["plain", "outputs rotated", "axes"], seeds=1, **FEW)
 
 
 def test_rows_and_words(table):

@@ -14,7 +14,7 @@ from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.integrity import fingerprint
 from swd_lens.units.match import described, rounded_checksum, weight_fingerprint
 from tests import families
-from tests.bridge.test_transport import TOKENS, assert_same, seen
+from tests.bridge.test_transport import FEW, TOKENS, assert_same, seen
 from tests.micro import random_tokens, toy_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* calibration tokens for")  # few, to be quick
@@ -40,7 +40,7 @@ def processed(family, **flags):
 def raw(request):
     """A host as it was trained, and inexact factors of all of its matrices."""
     model = families.hooked(request.param)
-    factors = swd.factorize(model, "all", sparsity=0.4, tokens=TOKENS, outer_iterations=3, progress=False)
+    factors = swd.factorize(model, "all", sparsity=0.4, tokens=TOKENS, **FEW)
     return request.param, model, factors
 
 
@@ -62,7 +62,7 @@ def test_transport_gives_the_same_logits_and_the_same_z_there_and_back(raw, flag
 def test_factors_of_a_processed_host_move_to_the_raw_one(raw):
     family, model, _ = raw
     host = processed(family, **PROCESSINGS["everything"])
-    factors = swd.factorize(host, "all", sparsity=0.4, outer_iterations=3, progress=False)
+    factors = swd.factorize(host, "all", sparsity=0.4, **FEW)
     assert_same(seen(host, factors), seen(model, factors.transport(model)))
 
 
