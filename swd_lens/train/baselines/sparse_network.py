@@ -89,16 +89,13 @@ def new_network(config: Any, seed: int) -> Any:
     return network
 
 
-def sketch(config: Any) -> Any:
-    """Make the network without its weights: shapes alone."""
+def require_rows(config: Any, density: float) -> int:
+    """The network's number of weights. Raises TrainError where a matrix at this density has no weight for every row: before
+    training, not in its midst."""
     from transformers import GPT2LMHeadModel
 
-    with torch.device("meta"):
-        return GPT2LMHeadModel(config)
-
-
-def require_rows(network: Any, density: float) -> None:
-    """Raise TrainError where a matrix at this density has no weight for every row: before training, not in its midst."""
+    with torch.device("meta"):  # shapes alone
+        network = GPT2LMHeadModel(config)
     for matrix in matrices(network):
         rows, columns = matrix.shape
         if density < 1 and (kept := budget(matrix.numel(), density)) < rows:
@@ -106,6 +103,7 @@ def require_rows(network: Any, density: float) -> None:
                 f"density {density:.4g} leaves {kept} weights of a matrix of {rows} rows of {columns}, and each row keeps "
                 "one; give a larger end_density, an earlier stop_after, or a wider model"
             )
+    return network.num_parameters()
 
 
 def matrices(network: Any) -> Iterator[Float[Tensor, "row column"]]:
@@ -129,12 +127,8 @@ def budget(numel: int, density: float) -> int:
 
 @torch.no_grad()
 def project_(matrix: Float[Tensor, "row column"], density: float) -> None:
-    """Zero all but the budget's largest entries, in place; each row (an output neuron, a token) keeps its largest.
-
-    The rows' largest entries come first, then the largest of the rest, so that the total stays floor(d numel).
-
-    Raises ValueError: the budget does not give every row one entry.
-    """
+    """Zero all but the budget's largest entries, in place: the largest of each row (an output neuron, a token), then the largest
+    of the rest. Raises ValueError: the budget does not give every row one entry."""
     if density >= 1:
         return
     keep = budget(matrix.numel(), density)
