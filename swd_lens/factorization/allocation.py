@@ -34,12 +34,8 @@ _FLOOR = 1e-7
 
 @dataclass(frozen=True)
 class LossCurve(Record):
-    """Loss of one matrix at some budgets.
-
-    Raises:
-        ValueError: no budgets, budgets that do not rise from 0 on (or pass 64 bits), another number of losses, or losses
-            that are not finite or have no positive one among them.
-    """
+    """Loss of one matrix at some budgets. Raises ValueError: no budgets, budgets that do not rise from 0 on (or pass 64 bits),
+    another number of losses, or losses that are not finite or have no positive one among them."""
 
     edges: tuple[int, ...]  # budgets K, rising
     losses: tuple[float, ...]  # the loss at each, in any unit that can be added over matrices (nats of KL)
@@ -75,11 +71,7 @@ class LossCurve(Record):
 
 @dataclass(frozen=True)
 class SiteBudget(Record):
-    """Budget of one matrix.
-
-    Raises:
-        ValueError: its sparsity is not inside (0, 1).
-    """
+    """Budget of one matrix. Raises ValueError: its sparsity is not inside (0, 1)."""
 
     derived = ("s",)
 
