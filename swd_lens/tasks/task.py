@@ -21,7 +21,7 @@ from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import TaskError, encodable, quoted, seen
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.tasks.generators.words import SPLITS
-from swd_lens.tasks.prompt import Prompt, as_text, decoded, is_chat
+from swd_lens.tasks.prompt import Prompt, as_text, decoded, is_chat, token_strings
 from swd_lens.tasks.split import Bucket, TaskExample, TaskSplit, Unusable
 from swd_lens.tasks.text import as_rows
 from swd_lens.tasks.tokenize import DUPLICATE, Collector, TaskTokenizer
@@ -282,13 +282,9 @@ def divided(
 ) -> tuple[list[TaskExample], list[TaskExample]]:
     """A training part in two: train and validation, each in the order that it had. No prompt is in both.
 
-    Args:
-        n: prompts of validation, at most a third of the different ones, at least one.
-        seed: of the shuffle whose last prompts they are.
-        where: names the part in an error.
-        kept: so many first examples stay in train, as long as the others are enough.
-
-    Raises TaskError: there is one prompt only.
+    n: prompts of validation, at most a third of the different ones, at least one; seed: of the shuffle whose last prompts they
+    are; where: names the part in an error; kept: so many first examples stay in train, as long as the others are enough. Raises
+    TaskError: there is one prompt only.
     """
     different = list(dict.fromkeys(example.prompt for example in examples))
     if len(different) < 2:
@@ -341,13 +337,9 @@ def split_of_ids(
     distractors: Sequence[tuple[int, ...]],
 ) -> TaskSplit:
     """A split of ids, whose texts are what the ids read."""
-
-    def texts(ids: tuple[int, ...]) -> tuple[str, ...]:
-        return tuple(decoded(model, [token]) for token in ids)
-
     examples = tuple(
-        TaskExample(decoded(model, prompt.tolist()), texts(right), texts(wrong), None, {"task": task})
-        for prompt, right, wrong in zip(prompts, answers, distractors, strict=True)
+        TaskExample(decoded(model, row.tolist()), token_strings(model, right), token_strings(model, wrong), None, {"task": task})
+        for row, right, wrong in zip(prompts, answers, distractors, strict=True)
     )
     return TaskSplit(name, examples, tuple(prompts), tuple(answers), tuple(distractors), int(model.cfg.d_vocab), task=task)
 
@@ -381,12 +373,8 @@ def _require_apart(location: str, right: tuple[int, ...], wrong: tuple[int, ...]
 
 
 class TaskBuilder:
-    """The three collectors of a task that is being made.
-
-    Args:
-        on_bad, metric: see `Task.from_prompts`.
-        repeats: a prompt may come again; else it is a duplicate, so that none is in two splits.
-    """
+    """The three collectors of a task that is being made. on_bad, metric: see `Task.from_prompts`; repeats: a prompt may come
+    again; else it is a duplicate, so that none is in two splits."""
 
     def __init__(
         self,
@@ -429,16 +417,16 @@ def _examples(
     right = [()] * n if answers is None else _listed(name, "answers", answers, n)
     wrong = [()] * n if distractors is None else _listed(name, "distractors", distractors, n)
     others = [None] * n if corrupt is None else _listed(name, "corrupt", corrupt, n)
-    return [
-        TaskExample(
-            _text(name, f"prompt {i}", texts[i]),
+    examples = []
+    for i in range(n):
+        text = _texts(name, f"prompt {i}", texts[i], one=True)[0]
+        answer, distractor = (
             _texts(name, f"answers of prompt {i}", right[i]),
             _texts(name, f"distractors of prompt {i}", wrong[i]),
-            None if others[i] is None else _text(name, f"corrupt prompt {i}", others[i]),
-            {"task": name},
         )
-        for i in range(n)
-    ]
+        other = None if others[i] is None else _texts(name, f"corrupt prompt {i}", others[i], one=True)[0]
+        examples.append(TaskExample(text, answer, distractor, other, {"task": name}))
+    return examples
 
 
 def _listed(name: str, what: str, values: Any, n: int | None = None) -> list[Any]:
@@ -452,15 +440,10 @@ def _listed(name: str, what: str, values: Any, n: int | None = None) -> list[Any
     return values
 
 
-def _text(name: str, what: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise TaskError(f"task {quoted(name)}: {what} must be a string, got {quoted(value)}")
-    return value
-
-
-def _texts(name: str, what: str, value: Any) -> tuple[str, ...]:
-    """One text, or several, as a tuple."""
-    texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
-    if texts is None or not all(isinstance(text, str) for text in texts):
-        raise TaskError(f"task {quoted(name)}: {what} must be a string or a list of strings, got {quoted(value)}")
+def _texts(name: str, what: str, value: Any, *, one: bool = False) -> tuple[str, ...]:
+    """One text, or several, as a tuple; with `one` a single text."""
+    texts = (value,) if isinstance(value, str) or one else tuple(value) if isinstance(value, Iterable) else (None,)
+    if not all(isinstance(text, str) for text in texts):
+        needed = "a string" if one else "a string or a list of strings"
+        raise TaskError(f"task {quoted(name)}: {what} must be {needed}, got {quoted(value)}")
     return texts
