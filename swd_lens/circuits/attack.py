@@ -403,14 +403,9 @@ def project(shares: Float[Tensor, "run unit"], most: Float[Tensor, " run"]) -> F
 
 
 class Adversary:
-    """Looks for the restoration of outside units that leaves a circuit the lowest mean margin on the runner's prompts.
-
-    Args:
-        scores: whose ranking orders the units.
-        valid: which units read and write; others are never restored.
-        steps, starts, seed, progress: see `attack`.
-        parts: what is finished of the descent.
-    """
+    """Looks for the restoration of outside units that leaves a circuit the lowest mean margin on the runner's prompts. scores:
+    whose ranking orders the units; valid: which units read and write, others are never restored; parts: what is finished of the
+    descent; the others: see `attack`."""
 
     def __init__(
         self,

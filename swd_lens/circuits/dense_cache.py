@@ -98,10 +98,8 @@ T = TypeVar("T")
 
 
 class DenseCache:
-    """Results of the dense host on prompts, kept for further replacements (point 2 above).
-
-    One object for one host; hooks and weights before the replaced blocks must not change meanwhile.
-    """
+    """Results of the dense host on prompts, kept for further replacements (point 2 above). One object for one host; hooks and
+    weights before the replaced blocks must not change meanwhile."""
 
     def __init__(self, n_bytes: int = _KEPT_BYTES):
         self._room = n_bytes

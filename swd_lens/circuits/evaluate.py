@@ -222,12 +222,8 @@ class _Judged:
 
 
 def _judged(runner: InterventionRunner, circuits: Sized, left_out: Callable[[Tensor], Masks], kl: bool = False) -> _Judged:
-    """Run all circuits kept, then all ablated.
-
-    Args:
-        circuits: in their order, the empty one first; only their number is looked at.
-        left_out: rows of `circuits` -> masks of the units that are replaced when these are kept.
-    """
+    """Run all circuits kept, then all ablated; of `circuits` (the empty one first) only the number is looked at. left_out: rows
+    of it -> masks of the units that are replaced when these are kept."""
     n = len(circuits)
 
     def masks(chunk: slice) -> Masks:
@@ -246,11 +242,9 @@ def _judged_on_both(
     progress: bool,
     dense: DenseCache | None,
 ) -> tuple[_Judged, _Judged]:
-    """The prefixes on the test prompts and on the validation prompts.
-
-    Prompts of one length run together, whichever split they are of: half as many forwards. Where KL is asked for, of the test
-    prompts, or the splits have metrics of their own, each split has its own runs.
-    """
+    """The prefixes on the test prompts and on the validation prompts. Prompts of one length run together, whichever split they
+    are of: half as many forwards. Where KL is asked for, of the test prompts, or the splits have metrics of their own, each split
+    has its own runs."""
     run = partial(_judged, circuits=prefixes.lengths, left_out=prefixes.left_out)
     if kl or task.test.metric is not task.validation.metric:
         return run(runner_of(task.test, progress=progress), kl=kl), run(runner_of(task.validation))
@@ -294,11 +288,8 @@ def _on_validation(
 
 
 def _random_drop(runner: InterventionRunner, sets: Masks, full: float, drop: float) -> tuple[float, int]:
-    """The percentile `_BEST_RANDOM` of the drops of random sets, and how many were run.
-
-    Where it is sure after the first ones that the percentile is not below `drop`, the others are not run, and it is the least
-    that it can be.
-    """
+    """The percentile `_BEST_RANDOM` of the drops of random sets, and how many were run. Where it is sure after the first ones
+    that the percentile is not below `drop`, the others are not run, and it is the least that it can be."""
     n = len(next(iter(sets.values())))
     drops, done, percentile = torch.full((n,), -math.inf, dtype=torch.float64), 0, -math.inf
     place = _BEST_RANDOM * (n - 1)
@@ -315,12 +306,8 @@ def _random_drop(runner: InterventionRunner, sets: Masks, full: float, drop: flo
 
 
 def random_set(edges: Int[Tensor, " unit"], most: int, generator: torch.Generator) -> Bool[Tensor, " unit"]:
-    """Units in random order, each taken where its edges still fit; units without edges are not drawn.
-
-    Args:
-        edges: of each unit.
-        most: edges that the set may have.
-    """
+    """Units in random order, each taken where its edges (`edges` of each) still fit into `most`; units without edges are not
+    drawn."""
     order = torch.randperm(len(edges), generator=generator)
     in_order, drawn = edges[order], torch.zeros(len(edges), dtype=torch.bool)
     at, room = 0, most

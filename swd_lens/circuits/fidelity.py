@@ -298,13 +298,9 @@ class Runs:
     """The dense host and its replacements on a batch of rows.
 
     In stages the dense host runs once for all, each replacement takes up at its first replaced layer, and logits are made a chunk
-    of positions at a time. Whole, where that gives other logits, every run begins at the tokens and ends in its logits.
-
-    Args:
-        units: by name of the replacement.
-        alone: the attachment of the only replacement, which is mounted already; None: there are several.
-        kept: what enters the first replaced block is kept there.
-        random: names of replacements that draw anew in each run.
+    of positions at a time. Whole, where that gives other logits, every run begins at the tokens and ends in its logits. units: by
+    name of the replacement; alone: the attachment of the only one, which is mounted already, None: there are several; kept: what
+    enters the first replaced block is kept there; random: names of replacements that draw anew in each run.
     """
 
     def __init__(
