@@ -137,22 +137,14 @@ def evaluate(
 
 @dataclass(frozen=True)
 class _Prefixes:
-    """The prefixes of a grid, and what they cost.
+    """The prefixes of a grid, and what they cost."""
 
-    Attributes:
-        lengths: of each prefix.
-        ranks: of all units among each other, site -> (unit,), 1 the best.
-        edges, bits: of all units, site -> (unit,).
-        ranked: active edges of each unit, in the order of the ranking.
-        costs: a row per prefix: "units", "edges", "bits".
-    """
-
-    ranks: Mapping[str, Int[Tensor, " _unit"]]
-    lengths: list[int]
-    edges: Mapping[str, Int[Tensor, " _unit"]]
+    ranks: Mapping[str, Int[Tensor, " _unit"]]  # of all units among each other, 1 the best
+    lengths: list[int]  # of each prefix
+    edges: Mapping[str, Int[Tensor, " _unit"]]  # edges, bits: of all units
     bits: Mapping[str, Float[Tensor, " _unit"]]
-    ranked: Int[Tensor, " unit"]
-    costs: pd.DataFrame
+    ranked: Int[Tensor, " unit"]  # active edges of each unit, in the order of the ranking
+    costs: pd.DataFrame  # a row per prefix: "units", "edges", "bits"
 
     @classmethod
     def of(cls, units: UnitSet, scores: UnitScores, grid: Iterable[Any] | str | None) -> "_Prefixes":
@@ -187,18 +179,12 @@ class _Prefixes:
 
 @dataclass(frozen=True)
 class _Judged:
-    """Outcomes of circuits, the empty one first, each kept and ablated on the prompts of one split.
+    """Outcomes of circuits, the empty one first, each kept and ablated on the prompts of one split."""
 
-    Attributes:
-        outcome: of all circuits kept, then of all ablated.
-        full, dense: of all units, and of the dense host.
-        kl: whether KL was measured.
-    """
-
-    outcome: Outcome
-    full: Outcome
+    outcome: Outcome  # of all circuits kept, then of all ablated
+    full: Outcome  # full, dense: of all units, and of the dense host
     dense: Outcome
-    kl: bool
+    kl: bool  # whether KL was measured
 
     def of_prompts(self, prompts: slice) -> "_Judged":
         """Take some of the prompts, with all circuits."""
@@ -248,7 +234,11 @@ def _judged_on_both(
     run = partial(_judged, circuits=prefixes.lengths, left_out=prefixes.left_out)
     if kl or task.test.metric is not task.validation.metric:
         return run(runner_of(task.test, progress=progress), kl=kl), run(runner_of(task.validation))
-    prompts = task.test.and_then(task.validation) if dense is None else dense.of_test_and_validation(task)
+    if dense is None:
+        prompts = task.test.and_then(task.validation)
+    else:  # always the same object, by which results are kept
+        key = ("and then", id(task.validation))
+        prompts = dense.of_split(task.test, key, lambda: (task.test.and_then(task.validation), task.validation))[0]
     of_both = run(runner_of(prompts, progress=progress))
     n = len(task.test)
     return of_both.of_prompts(slice(n)), of_both.of_prompts(slice(n, None))

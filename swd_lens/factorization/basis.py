@@ -261,9 +261,24 @@ def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -
     more. By default a host without gradients, or without finite ones, keeps what is LIKELY (matrices.py). folder: of the factors
     that are being made; a call that goes on there takes over what the first one was told. Raises ResumeError: the folder's index
     names a basis that there is not."""
-    stream = job.stream
-    if job.basis_by_text != "no" and folder is not None and (told := _told_before(folder, job)):
-        return job.with_bases(told)
+    stream, told = job.stream, None
+    if job.basis_by_text != "no" and folder is not None:
+        # What text said of exactly these matrices to the call whose factors lie in the folder.
+        with suppress(FactorFileError, FileNotFoundError):  # a damaged index is said by who reads it
+            told = read_index(folder)["provenance"].get("basis")
+        if isinstance(told, dict) and "chosen" not in told:  # by kind, or by a caller's word
+            told = None
+    if told and folder is not None:
+        try:
+            with readable(folder / INDEX, WHAT, FactorFileError):
+                bases = dict(told["chosen"])
+                if unknown := [basis for basis in bases.values() if basis not in ("input", "output", PAPER)]:
+                    reason = f"basis {unknown[0]!r}"
+                    raise FactorFileError(damaged(folder / INDEX, WHAT, reason))
+        except FactorFileError as cause:
+            raise ResumeError(f"{cause}; or start again with overwrite=True") from cause
+        if bases.keys() == {site.name for site in job.sites}:
+            return job.with_bases(told)
     if job.basis_by_text == "no" or stream is None or stream.row_length < 2 or not facts_of(job.model).causal:
         return job
     known = stream.side_costs(job.model) if isinstance(stream, CalibrationText) else {}
@@ -275,22 +290,3 @@ def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -
             raise
         return job
     return job.with_bases(BasisChoice(SHARE, {}, {site.name: known[site.name] for site in job.sites}).told())
-
-
-def _told_before(folder: Path, job: Job) -> dict[str, Any] | None:
-    """Read what text said of exactly these matrices to the call whose factors lie in the folder. Raises ResumeError: the
-    folder's index names a basis that there is not."""
-    told: Any = None
-    with suppress(FactorFileError, FileNotFoundError):  # a damaged index is said by who reads it
-        told = read_index(folder)["provenance"].get("basis")
-    if not told or (isinstance(told, dict) and "chosen" not in told):  # by kind, or by a caller's word
-        return None
-    try:
-        with readable(folder / INDEX, WHAT, FactorFileError):
-            bases = dict(told["chosen"])
-            if unknown := [basis for basis in bases.values() if basis not in ("input", "output", PAPER)]:
-                reason = f"basis {unknown[0]!r}"
-                raise FactorFileError(damaged(folder / INDEX, WHAT, reason))
-    except FactorFileError as cause:
-        raise ResumeError(f"{cause}; or start again with overwrite=True") from cause
-    return told if bases.keys() == {site.name for site in job.sites} else None

@@ -190,7 +190,19 @@ def read_edge_pruning(path: Path, *, splits: Sequence[str] | None = None, inclus
     if task is None:
         known = "; ".join(f"{task}: {', '.join(needed)}" for task, needed in FIELDS.items())
         raise TaskError(f"{path} has the fields {', '.join(fields)}, which belong to none of Edge-Pruning's tasks ({known})")
-    names, note = _splits(path, task, [str(name) for name in saved], splits)
+    # Split of the task -> its name in the folder, and what is to be said of that.
+    has = [str(name) for name in saved]
+    asked, note = list(splits or (PAPER_TRAIN.get(task, "train"), "test")), ""
+    if splits is None and asked[0] not in has and "train" in has:
+        asked[0], note = "train", f" (the paper's {asked[0]} is not there)"
+    if splits is None and "validation" in has:
+        asked.insert(1, "validation")
+    if missing := [name for name in asked if name not in has]:
+        raise TaskError(
+            f"{path} has no split {quoted(missing[0])}; it has {', '.join(has)}. Name those you mean: splits=(train, "
+            "test) or splits=(train, validation, test)"
+        )
+    names = dict(zip(("train", "test") if len(asked) == 2 else SPLITS, asked, strict=True))
     rows: dict[str, list[TaskExample]] = {split: [] for split in names}
     dropped: dict[str, Counter[str]] = {split: Counter() for split in names}
     for split, name in names.items():
@@ -213,21 +225,6 @@ def _rows_of(split: Any, path: Path) -> Iterator[Any]:
         yield from split
     except Exception as cause:
         raise TaskError(f"{path} cannot be read by datasets.load_from_disk: {cause}") from None
-
-
-def _splits(path: Path, task: str, has: list[str], asked: Sequence[str] | None) -> tuple[dict[str, str], str]:
-    """Split of the task -> its name in the folder, and what is to be said of that."""
-    names, note = list(asked or (PAPER_TRAIN.get(task, "train"), "test")), ""
-    if asked is None and names[0] not in has and "train" in has:
-        names[0], note = "train", f" (the paper's {names[0]} is not there)"
-    if asked is None and "validation" in has:
-        names.insert(1, "validation")
-    if missing := [name for name in names if name not in has]:
-        raise TaskError(
-            f"{path} has no split {quoted(missing[0])}; it has {', '.join(has)}. Name those you mean: splits=(train, "
-            "test) or splits=(train, validation, test)"
-        )
-    return dict(zip(("train", "test") if len(names) == 2 else SPLITS, names, strict=True)), note
 
 
 def row_example(task: str, row: Mapping[str, Any], where: str, inclusive: bool = False) -> TaskExample:

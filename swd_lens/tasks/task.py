@@ -232,10 +232,7 @@ class Task:
             location, ids = f"task {name!r}, prompt {i}", tuple(row.tolist())
             if ids in cases:
                 raise TaskError(f"{location}: {Unusable(DUPLICATE, 'the same ids')}")
-            answer = _single_ids(model, location, "an answer", right)
-            distractor = _single_ids(model, location, "a distractor", wrong)
-            _require_apart(location, answer, distractor)
-            cases[ids] = row, answer, distractor
+            cases[ids] = (row, *_sides(model, location, right, wrong))
         parts = _three_parts(name, list(cases.values()), validation_fraction, test_fraction, seed)
         train, validation, test = (
             split_of_ids(name, split, model, *zip(*part, strict=True)) for split, part in zip(SPLITS, parts, strict=True)
@@ -261,9 +258,7 @@ class Task:
             TokenError: see `swd_lens.tasks.prompt.Prompt`; or a prompt longer than the context.
         """
         read, location = Prompt.of(model, prompt, "of_prompt", prepend_bos=prepend_bos), "the prompt"
-        right = _single_ids(model, location, "an answer", answers)
-        wrong = _single_ids(model, location, "a distractor", distractors)
-        _require_apart(location, right, wrong)
+        right, wrong = _sides(model, location, answers, distractors)
         if read.text is not None:
             answer_texts, distractor_texts = (
                 tuple(t for t in (side if isinstance(side, list | tuple) else [side]) if isinstance(t, str))
@@ -344,32 +339,31 @@ def split_of_ids(
     return TaskSplit(name, examples, tuple(prompts), tuple(answers), tuple(distractors), int(model.cfg.d_vocab), task=task)
 
 
-def _single_ids(model: Any, location: str, role: str, given: Any) -> tuple[int, ...]:
-    """Ids of one prompt's answers or distractors, given as one or several texts or ids. Raises TaskError: none, one that is
-    not one token, or one outside the vocabulary."""
-    tokens = given.tolist() if isinstance(given, Tensor) else given
-    tokens = list(tokens) if isinstance(tokens, list | tuple) else [tokens]
-    ids: list[int] = []
+def _sides(model: Any, location: str, answers: Any, distractors: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids of one prompt's answers and of its distractors, given as one or several texts or ids. Raises TaskError: none, one that
+    is not one token, one outside the vocabulary, or one that is both."""
+    sides: list[tuple[int, ...]] = []
     try:
-        for token in tokens:
-            if isinstance(token, str):
-                token = TaskTokenizer(location, model, False).single(token, role)
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise Unusable(f"{role} is no token", f"{token!r}: give a text or an id")
-            if not 0 <= token < int(model.cfg.d_vocab):
-                raise Unusable(f"{role} is not in the vocabulary", f"id {token}, ids are 0 to {model.cfg.d_vocab - 1}")
-            ids.append(token)
-        if not ids:
-            raise Unusable("no answers or no distractors", f"{role} is asked for")
+        for role, given in (("an answer", answers), ("a distractor", distractors)):
+            tokens = given.tolist() if isinstance(given, Tensor) else given
+            tokens = list(tokens) if isinstance(tokens, list | tuple) else [tokens]
+            ids: list[int] = []
+            for token in tokens:
+                if isinstance(token, str):
+                    token = TaskTokenizer(location, model, False).single(token, role)
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise Unusable(f"{role} is no token", f"{token!r}: give a text or an id")
+                if not 0 <= token < int(model.cfg.d_vocab):
+                    raise Unusable(f"{role} is not in the vocabulary", f"id {token}, ids are 0 to {model.cfg.d_vocab - 1}")
+                ids.append(token)
+            if not ids:
+                raise Unusable("no answers or no distractors", f"{role} is asked for")
+            sides.append(tuple(dict.fromkeys(ids)))
+        if both := set(sides[0]) & set(sides[1]):
+            raise Unusable("an answer is also a distractor", f"id {min(both)}")
     except Unusable as why:
         raise TaskError(f"{location}: {why}") from None
-    return tuple(dict.fromkeys(ids))
-
-
-def _require_apart(location: str, right: tuple[int, ...], wrong: tuple[int, ...]) -> None:
-    if both := set(right) & set(wrong):
-        why = Unusable("an answer is also a distractor", f"id {min(both)}")
-        raise TaskError(f"{location}: {why}")
+    return sides[0], sides[1]
 
 
 class TaskBuilder:

@@ -206,7 +206,14 @@ def train_units(method: str, model: Any, site: Site, spec: TrainSpec, tokens: An
     which also says what is raised."""
     bounded("checkpoint_every", how.checkpoint_every, 1, error=TrainError)
     require_possible(how.out)
-    keep = kept_steps(spec, how.keep)
+    # Weights are kept after steps that reach the token counts asked for, or 1, 2, 4, ...; and after the last.
+    keep = frozenset({2**i for i in range(spec.steps.bit_length()) if 2**i <= spec.steps} | {spec.steps})
+    if how.keep is not None:
+        given = [how.keep] if isinstance(how.keep, int) else how.keep
+        counts = [n.item() if isinstance(n, np.generic) else n for n in given]
+        for count in counts:
+            bounded("keep (token counts)", count, 1, spec.steps * spec.tokens_per_step, error=TrainError)
+        keep = frozenset({-(-count // spec.tokens_per_step) for count in counts} | {spec.steps})
     rows = rows_of(tokens, model)
     warn_without_bos(model, rows.stream, "training tokens")
     n_rows = rows_for("tokens_per_step", spec.tokens_per_step, rows)
@@ -284,14 +291,3 @@ def _fit(
     shared = None if activations is None else Path(activations)
     kept = kept_activations(host, site, rows, spec.steps * spec.tokens_per_step, trajectory.folder, shared)
     return LocalFit(host, site, coders[site], trajectory, first, kept)
-
-
-def kept_steps(spec: TrainSpec, keep: Iterable[int] | int | None) -> frozenset[int]:
-    """Steps after which weights are kept: those that reach the token counts asked for, or 1, 2, 4, ...; and the last. Raises
-    TrainError: a count that is not positive, or beyond the budget."""
-    if keep is None:
-        return frozenset({2**i for i in range(spec.steps.bit_length()) if 2**i <= spec.steps} | {spec.steps})
-    counts = [keep] if isinstance(keep, int) else [n.item() if isinstance(n, np.generic) else n for n in keep]
-    for tokens in counts:
-        bounded("keep (token counts)", tokens, 1, spec.steps * spec.tokens_per_step, error=TrainError)
-    return frozenset({-(-tokens // spec.tokens_per_step) for tokens in counts} | {spec.steps})

@@ -13,7 +13,6 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +155,15 @@ def save(network: Any, tokenizer: Any, with_bos: bool, folder: Path) -> list[str
     """The checkpoint folder; returns its files, relative to the folder above it. Other files that lie there are left alone.
     with_bos: whether the rows of the training text begin with BOS; the tokenizer's files say so to whoever loads them. Raises
     OSError: the disk is full, or the folder cannot be written."""
+    from transformers.utils import logging
+
     forget(folder)
     part = folder.with_name(f".{folder.name}.part")  # one name: what a kill left of it goes with the next
     shutil.rmtree(part, ignore_errors=True)
+    shown = logging.is_progress_bar_enabled()  # for a single file, too, whatever `progress` says
     try:
-        with naming(folder), _without_bars():
+        logging.disable_progress_bar()
+        with naming(folder):
             network.save_pretrained(part)
             tokenizer.save_pretrained(part)
             stated = part / "tokenizer_config.json"
@@ -171,6 +174,8 @@ def save(network: Any, tokenizer: Any, with_bos: bool, folder: Path) -> list[str
                 shutil.move(part / name, temporary)
         return [f"{folder.name}/{name.as_posix()}" for name in names]
     finally:
+        if shown:
+            logging.enable_progress_bar()
         shutil.rmtree(part, ignore_errors=True)
 
 
@@ -181,17 +186,3 @@ def forget(folder: Path) -> None:
     for pattern in _CHECKPOINT_FILES:
         for path in folder.glob(pattern):
             path.unlink()
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """transformers shows a bar for a single file, whatever `progress` says."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
