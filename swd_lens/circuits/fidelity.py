@@ -270,16 +270,9 @@ class _Sums:
         shown = [site.name for site in self.sites if site.expert is None or self.norms[site.name] > 0]
         relmse = {name: float(self.errors[name] / self.norms[name]) for name in shown}
         deltas, kls = (self._parts_of_rows(torch.cat(sums)) for sums in (self.ce_deltas, self.kls))
-        means: dict[str, Any] = self.total.means()
-        return Fidelity(
-            **means,
-            relmse=relmse,
-            n_predictions=self.total.n_predictions,
-            ce_delta_se=float(deltas.std() / len(deltas) ** 0.5) if len(deltas) > 1 else None,
-            ce_delta_rows=tuple(deltas.tolist()),
-            kl_rows=tuple(kls.tolist()),
-            **about,
-        )
+        found: dict[str, Any] = {**self.total.means(), "relmse": relmse, "n_predictions": self.total.n_predictions}
+        found["ce_delta_se"] = float(deltas.std() / len(deltas) ** 0.5) if len(deltas) > 1 else None
+        return Fidelity(**found, ce_delta_rows=tuple(deltas.tolist()), kl_rows=tuple(kls.tolist()), **about)
 
     def _parts_of_rows(self, sums: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
         """Each row's estimate of the mean over predictions, from what it adds to their sum: the mean of these is that mean."""

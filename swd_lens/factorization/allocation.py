@@ -159,19 +159,9 @@ class Allocation(SavedRecord, Mapping[str, float]):
         rows = []
         for name, site in self.sites.items():
             uniform, allocated = site.curve.at(site.uniform), site.curve.at(site.allocated)
-            rows.append(
-                {
-                    "site": name,
-                    "numel": site.numel,
-                    "K uniform": site.uniform,
-                    "K allocated": site.allocated,
-                    "s": site.s,
-                    f"{loss} uniform": uniform,
-                    f"{loss} allocated": allocated,
-                    "share uniform": uniform / sums["uniform"],
-                    "share allocated": allocated / sums["allocated"],
-                }
-            )
+            row = {"site": name, "numel": site.numel, "K uniform": site.uniform, "K allocated": site.allocated, "s": site.s}
+            row |= {f"{loss} uniform": uniform, f"{loss} allocated": allocated}
+            rows.append(row | {"share uniform": uniform / sums["uniform"], "share allocated": allocated / sums["allocated"]})
         return pd.DataFrame(rows)
 
     @property

@@ -210,16 +210,8 @@ def estimate(
         ValueError: bad shapes, sparsity or solver options; the site is named.
     """
     shapes_only = isinstance(model, Mapping | Sequence)
-    how = SolveOptions(
-        preset=preset,
-        units=units,
-        basis=basis,
-        calibration=calibration,
-        batch_size=batch_size,
-        gram_dtype=gram_dtype,
-        weigh_outputs=weigh_outputs,
-        settings=options,
-    )
+    fitted: dict[str, Any] = {"calibration": calibration, "batch_size": batch_size, "gram_dtype": gram_dtype}
+    how = SolveOptions(preset, units, basis, **fitted, weigh_outputs=weigh_outputs, settings=options)
     job = Job.of(model, sites, _token_shape(tokens, _ANY_HOST if shapes_only else model), sparsity, how)
     device = torch.empty(0).device if shapes_only else next(model.parameters()).device
     rows, speed, kept = forecast(job), product_speed(device), 0
@@ -256,19 +248,13 @@ def forecast(job: Job, finished: Collection[str] = ()) -> tuple[SiteEstimate, ..
     output_passes = plan.output_passes([site for stage in stages for site in stage])
     widths: dict[str, int] = {}
     costs = {}
+    asked: dict[str, Any] = {"units": job.how.units, "preset": job.how.preset, "outputs_weighed": job.how.weigh_outputs}
+    asked["calibrated"] = job.tokens is not None
     for site in job.sites:
         with naming(site):
             widths[site.name] = job.width(site)
-            costs[site.name] = cost(
-                site.d_in,
-                site.d_out,
-                sparsity=job.sparsities[site.name],
-                units=job.how.units,
-                preset=job.how.preset,
-                calibrated=job.tokens is not None,
-                outputs_weighed=job.how.weigh_outputs,
-                **job.settings_of(site),
-            )
+            own = {"sparsity": job.sparsities[site.name], **job.settings_of(site)}
+            costs[site.name] = cost(site.d_in, site.d_out, **asked, **own)
     # Finished factors: float32 read and write, and W, which those of a float32 host remember. Those of another host do not, and
     # attached (for calibration behind them) they are there in its dtype, too.
     entries = {site.name: widths[site.name] * (site.d_in + site.d_out) for site in job.sites}

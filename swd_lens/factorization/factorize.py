@@ -149,19 +149,9 @@ def factorize(
             which nothing that was tried keeps (the nearest is named).
     """
     zero_data = calibration == "zero-data" and tokens is None
-    how = SolveOptions(
-        preset=preset,
-        units=units,
-        basis=basis,
-        calibration="sequential" if zero_data else calibration,
-        batch_size=batch_size,
-        gram_dtype=gram_dtype,
-        weigh_outputs=weigh_outputs,
-        device=device,
-        workers=workers,
-        threads=threads,
-        settings=options,
-    )
+    fitted: dict[str, Any] = {"calibration": "sequential" if zero_data else calibration, "batch_size": batch_size}
+    fitted |= {"gram_dtype": gram_dtype, "weigh_outputs": weigh_outputs}
+    how = SolveOptions(preset, units, basis, **fitted, device=device, workers=workers, threads=threads, settings=options)
     if kl is not None or ce is not None:
         for name, value in (("sparsity", None if isinstance(sparsity, Mapping) else sparsity), ("shard", shard)):
             if value is not None:
@@ -265,16 +255,10 @@ def _factorized(job: Job, checkpoint: Checkpoint | None, *, progress: bool) -> F
         require_free(host, job.sites[:-1])  # each of these will be attached for those that follow
     # With hooks or units of the user's in place a probe would refuse the factors wherever these are not.
     probed = job.shard is None and is_bare(host)
-    replaced = ReplacedHost(
-        model,
-        job.stream,
-        job.kind,
-        batch_size=job.how.batch_size,
-        keep=sum(map(bool, unsolved)) > 1,
-        dtype=job.gram_dtype,
-        scratch=None if checkpoint is None else checkpoint.folder,
-        weighed=[site for stage in unsolved for site in stage] if job.how.weigh_outputs else (),
-    )
+    weighed = [site for stage in unsolved for site in stage] if job.how.weigh_outputs else ()
+    kept: dict[str, Any] = {"keep": sum(map(bool, unsolved)) > 1, "scratch": None if checkpoint is None else checkpoint.folder}
+    how: dict[str, Any] = {"batch_size": job.how.batch_size, "dtype": job.gram_dtype, "weighed": weighed, **kept}
+    replaced = ReplacedHost(model, job.stream, job.kind, **how)
     bar = _Bar(job, plan, show=progress)
     reached(f", {len(done)} of {len(job.sites)} matrices finished")
     with replaced, bar.bar, open_workers(job.how.workers, threads=job.how.threads) as pool:

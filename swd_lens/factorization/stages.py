@@ -195,16 +195,9 @@ class ReplacedHost:
                 known = self._known.collect(sites, progress)
                 if known is not None:
                     return {site.name: calibrated_by(known, site.name) for site in sites}
-            residuals = self._at(layer, "replaced") if self.keep else None
-            grams = collect_grams(
-                self.model,
-                sites,
-                self.stream,
-                batch_size=self.batch_size,
-                progress=progress,
-                dtype=self.dtype,
-                residuals=residuals,
-            )
+            how: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress, "dtype": self.dtype}
+            how["residuals"] = self._at(layer, "replaced") if self.keep else None
+            grams = collect_grams(self.model, sites, self.stream, **how)
         warn_of_few_routed(sites, grams.n_routed, grams.n_tokens)
         return {site.name: calibrated_by(grams, site.name) for site in sites}
 

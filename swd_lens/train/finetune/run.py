@@ -144,17 +144,10 @@ class _Run:
     def recipe(self, eval_every: int) -> dict[str, Any]:
         """Everything that decides the bits of the run."""
         model = self.units.host.model
-        return {
-            "host_sha256": host_fingerprint(model, model.cfg),
-            **standing_hooks(model),
-            "factors_sha256": upstream_of(self.units.factors),
-            "tokens_sha256": self.rows.stream.fingerprint(),
-            "heldout_sha256": None if self.heldout is None else self.heldout.stream.fingerprint(),
-            **self.spec.as_dict(),
-            "steps": self.steps,
-            "eval_every": eval_every,
-            "swd_lens": __version__,
-        }
+        recipe = {"host_sha256": host_fingerprint(model, model.cfg), **standing_hooks(model)}
+        recipe |= {"factors_sha256": upstream_of(self.units.factors), "tokens_sha256": self.rows.stream.fingerprint()}
+        recipe |= {"heldout_sha256": None if self.heldout is None else self.heldout.stream.fingerprint(), **self.spec.as_dict()}
+        return recipe | {"steps": self.steps, "eval_every": eval_every, "swd_lens": __version__}
 
 
 def _finished(folder: TrainingFolder, units: UnitSet) -> FactorSet:
@@ -203,17 +196,10 @@ def _result(engine: Engine, fit: FinetuneFit, provenance: Mapping[str, Any], pre
     """The factors as they are now. The probe's inputs are seen in the host while all of them are still mounted: what enters a
     site depends on the sites before it only."""
     units, rows = fit.mounted.units, engine.rows
-    entry = {
-        "preset": preset,
-        **fit.spec.as_dict(),
-        "steps": fit.steps,
-        "tokens": engine.tokens,
-        "unique_tokens": min(engine.tokens, rows.n_rows * rows.row_length),
-        "before": _means(fit.before),
-        "after": _means(fit.after),
-        "swd_lens": __version__,
-        **standing_hooks(units.host.model),
-    }
+    entry = {"preset": preset, **fit.spec.as_dict(), "steps": fit.steps, "tokens": engine.tokens}
+    entry |= {"unique_tokens": min(engine.tokens, rows.n_rows * rows.row_length)}
+    entry |= {"before": _means(fit.before), "after": _means(fit.after)}
+    entry |= {"swd_lens": __version__, **standing_hooks(units.host.model)}
     cfg = units.host.model.cfg
     tokens = list(provenance.get("probe_tokens") or probe_tokens(rows.stream.first_row()[None], int(cfg.d_vocab), int(cfg.n_ctx)))
     # What enters each site at the last of these tokens.
