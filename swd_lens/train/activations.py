@@ -51,7 +51,8 @@ class KeptActivations:
             with tempfile.TemporaryFile(dir=folder) as file:  # mapped, it lives on
                 self.values = _mapped(file, shape, np.float32)
             return
-        files = (os.fdopen(os.open(folder / f"{name}{ending}", os.O_RDWR | os.O_CREAT, 0o644), "r+b") for ending in (".f32", ".rows"))
+        paths = (folder / f"{name}.f32", folder / f"{name}.rows")
+        files = (os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") for path in paths)
         with next(files) as values, next(files) as known:
             self.values = _mapped(values, shape, np.float32)
             self.known = _mapped(known, (len(rows),), np.bool_)
