@@ -98,10 +98,8 @@ def ablation_values(scores: UnitScores, ablation: str) -> dict[str, Float[Tensor
 
 
 def aligned(means: Float[Tensor, "*pos unit"], length: int) -> Float[Tensor, "_pos unit"]:
-    """A mean for the positions of a prompt of this length; (1, unit) where there is one mean for all positions.
-
-    A per-position mean gives its last rows; before the longest training prompt's first position, that position's.
-    """
+    """A mean for the positions of a prompt of this length: the last rows of a per-position mean, before the longest training
+    prompt's first position that position's; (1, unit) where there is one mean for all positions."""
     if means.ndim == 1:
         return means[None]
     missing = length - len(means)
@@ -109,16 +107,9 @@ def aligned(means: Float[Tensor, "*pos unit"], length: int) -> Float[Tensor, "_p
 
 
 class Reference:
-    """Values of replaced units on the prompts of a bucket.
-
-    Args:
-        sites: the attached sites.
-        split: the prompts that will be intervened on; "resample" needs a corrupt prompt for each.
-
-    Raises:
-        ValueError: an unknown ablation.
-        TaskError: "resample" and a prompt without a corrupt one, or, with positions="all", one of another length.
-    """
+    """Values of replaced units on the prompts of a bucket. split: the prompts that will be intervened on; "resample" needs a
+    corrupt prompt for each. Raises ValueError: an unknown ablation; TaskError: "resample" and a prompt without a corrupt one, or,
+    with positions="all", one of another length."""
 
     def __init__(self, host: Host, sites: Sequence[Site], scores: UnitScores, ablation: str, split: TaskSplit):
         one_of("ablation", ablation, ABLATIONS)
@@ -178,13 +169,9 @@ def replaced_masks(scores: UnitScores, units: Any, mode: str) -> dict[str, Bool[
 
 
 def replaced(z: Float[Tensor, "*batch pos unit"], mask: Mask, value: Tensor, positions: str) -> Float[Tensor, "*batch pos unit"]:
-    """z with `value` in place of the masked units, at the last position ("scoring") or at all of them.
-
-    Args:
-        mask: broadcasts over z (without its positions). Of real numbers: shares of the way from z to `value`; 1 and 0 then give
-            the bits of True and False.
-        value: (..., pos or 1, unit), broadcasts over z; of more positions than z has, the last ones count.
-    """
+    """z with `value` in place of the masked units, at the last position ("scoring") or at all of them. mask: broadcasts over z
+    (without its positions); of real numbers: shares of the way from z to `value`, 1 and 0 then give the bits of True and False.
+    value: (..., pos or 1, unit), broadcasts over z; of more positions than z has, the last ones count."""
     length = 1 if positions == "scoring" else z.shape[-2]
     before, value = z[..., -length:, :], value.to(z)[..., -length:, :]
     if mask.is_floating_point():

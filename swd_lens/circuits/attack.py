@@ -331,21 +331,9 @@ def _judged(
         order = torch.sort(of, descending=True, stable=True).indices.tolist()
         some = [i for i in order if float(of[i]) > 0]
         shares += [{"budget": budget, "unit": "/".join(map(str, names[i])), "share": float(of[i])} for i in some]
-    return Attack(
-        rows,
-        pd.DataFrame(shares, columns=["budget", "unit", "share"]),
-        split.task,
-        surface_name(scores.scores),
-        carried.q_dense,
-        float(full.mean()),
-        float(empty.mean()),
-        carried.se,
-        circuit.n_units,
-        circuit.n_edges,
-        int(may.sum()),
-        settings,
-        circuit,
-    )
+    restored = pd.DataFrame(shares, columns=["budget", "unit", "share"])
+    said = (split.task, surface_name(scores.scores), carried.q_dense, float(full.mean()), float(empty.mean()), carried.se)
+    return Attack(rows, restored, *said, circuit.n_units, circuit.n_edges, int(may.sum()), settings, circuit)
 
 
 def _budgets(budget: float | int | Sequence[float]) -> list[float]:
@@ -403,14 +391,9 @@ def project(shares: Float[Tensor, "run unit"], most: Float[Tensor, " run"]) -> F
 
 
 class Adversary:
-    """Looks for the restoration of outside units that leaves a circuit the lowest mean margin on the runner's prompts.
-
-    Args:
-        scores: whose ranking orders the units.
-        valid: which units read and write; others are never restored.
-        steps, starts, seed, progress: see `attack`.
-        parts: what is finished of the descent.
-    """
+    """Looks for the restoration of outside units that leaves a circuit the lowest mean margin on the runner's prompts. scores:
+    whose ranking orders the units; valid: which units read and write, others are never restored; parts: what is finished of the
+    descent; the others: see `attack`."""
 
     def __init__(
         self,

@@ -43,12 +43,10 @@ def selection_bits(n_units: int, n_chosen: int) -> float:
 
 
 def unit_bits_of(units: Mapping[str, Units]) -> dict[str, Float[Tensor, " _unit"]]:
-    """Site -> bits of each unit (float64, on the CPU), of a UnitSet, a FactorSet or other units by site name.
-
-    Encode/decode pairs count as in `CoderUnits.edges_per_unit`: nonzeros of the weights that they show, all places where they
-    show none, every output behind W. A source that says its edges by itself has one support of `possible_edges` places where it
-    says how many there are, else of d_in + d_out.
-    """
+    """Site -> bits of each unit (float64, on the CPU), of a UnitSet, a FactorSet or other units by site name. Encode/decode pairs
+    count as in `CoderUnits.edges_per_unit`: nonzeros of the weights that they show, all places where they show none, every output
+    behind W. A source that says its edges by itself has one support of `possible_edges` places where it says how many there are,
+    else of d_in + d_out."""
     bits: dict[str, Tensor] = {}
     for site, of_site in units.items():
         if isinstance(of_site, Factors):

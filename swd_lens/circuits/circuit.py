@@ -222,15 +222,10 @@ class Circuit(Record):
         tensors |= {f"means/{site}": value for site, value in self.scores.means.items()}
         tensors |= {f"edges/{site}": value.to(torch.int64) for site, value in self.edges.items()}
         tensors |= {f"bits/{site}": value.to(torch.float64) for site, value in self.bits.items()}
-        about = {
-            "version": _VERSION,
-            "swd_lens": __version__,
-            "units": [list(unit) for unit in self.units],
-            "sites": list(self.scores.scores),
-            "heads": {site: [list(head) for head in heads] for site, heads in self.scores.heads.items()},
-            "settings": dict(self.scores.settings),
-            "provenance": dict(self.provenance),
-        }
+        heads = {site: [list(head) for head in of_site] for site, of_site in self.scores.heads.items()}
+        about = {"version": _VERSION, "swd_lens": __version__, "units": [list(unit) for unit in self.units]}
+        about |= {"sites": list(self.scores.scores), "heads": heads}
+        about |= {"settings": dict(self.scores.settings), "provenance": dict(self.provenance)}
         write_tensors(Path(path), tensors, {"format": _FORMAT, "about": json.dumps(plain(about))})
 
     @classmethod

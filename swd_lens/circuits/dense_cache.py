@@ -21,7 +21,7 @@ from swd_lens.base.step_cache import Key, StepCache
 from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Begun, Host
-from swd_lens.tasks.task import Task, TaskSplit
+from swd_lens.tasks.task import TaskSplit
 from swd_lens.units.unit_set import require_made_for
 
 
@@ -98,10 +98,8 @@ T = TypeVar("T")
 
 
 class DenseCache:
-    """Results of the dense host on prompts, kept for further replacements (point 2 above).
-
-    One object for one host, whose hooks and weights must not change meanwhile.
-    """
+    """Results of the dense host on prompts, kept for further replacements (point 2 above). One object for one host, whose hooks
+    and weights must not change meanwhile."""
 
     def __init__(self, n_bytes: int = _KEPT_BYTES):
         self._room = n_bytes
@@ -114,11 +112,6 @@ class DenseCache:
         if key not in self._of_splits:
             self._of_splits[key] = split, find()
         return self._of_splits[key][1]
-
-    def of_test_and_validation(self, task: Task) -> TaskSplit:
-        """The test prompts, then the validation prompts, as one split: always the same object, by which results are kept."""
-        key = ("and then", id(task.validation))
-        return self.of_split(task.test, key, lambda: (task.test.and_then(task.validation), task.validation))[0]
 
     def begun(self, host: Host, tokens: Int[Tensor, "batch pos"], layer: int) -> Begun | None:
         """`Host.begin` on these prompts; whatever is attached from the layer on may stay."""

@@ -260,13 +260,9 @@ def _measured(
     seed: int,
     progress: bool,
 ) -> tuple[Float[Tensor, "run rows predictions"], Float[Tensor, "rows predictions"], dict[str, float]]:
-    """Run the dense host, the replacement and the noises on a text.
-
-    Returns: KL of each prediction, of the replacement first, and the dense host's cross-entropy (float64, in nats); site -> local
-    relative squared error.
-
-    Raises ValueError: covariances would not fit.
-    """
+    """Run the dense host, the replacement and the noises on a text. Returns KL of each prediction, of the replacement first, and
+    the dense host's cross-entropy (float64, in nats); and site -> local relative squared error. Raises ValueError: covariances
+    would not fit."""
     host, predictions = units.host, (len(rows), rows.shape[1] - 1)
     kl, ce = torch.zeros(1 + n, *predictions, dtype=torch.float64), torch.zeros(predictions, dtype=torch.float64)
     of_batches = [None] * len(rows) if counted is None else counted.split(size)
@@ -353,12 +349,8 @@ class _Moments:
 
 
 class Noise:
-    """An encode/decode pair on a site's dense output, which adds noise: another one for each `draw`.
-
-    Args:
-        moments: of the noise, finished before it runs.
-        seed: of all draws at this site.
-    """
+    """An encode/decode pair on a site's dense output, which adds noise: another one for each `draw`. moments: of the noise,
+    finished before it runs; seed: of all draws at this site."""
 
     def __init__(self, moments: _Moments, seed: tuple[int, ...]):
         self.moments, self.seed, self.draw = moments, seed, 0

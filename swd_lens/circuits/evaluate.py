@@ -137,22 +137,14 @@ def evaluate(
 
 @dataclass(frozen=True)
 class _Prefixes:
-    """The prefixes of a grid, and what they cost.
+    """The prefixes of a grid, and what they cost."""
 
-    Attributes:
-        lengths: of each prefix.
-        ranks: of all units among each other, site -> (unit,), 1 the best.
-        edges, bits: of all units, site -> (unit,).
-        ranked: active edges of each unit, in the order of the ranking.
-        costs: a row per prefix: "units", "edges", "bits".
-    """
-
-    ranks: Mapping[str, Int[Tensor, " _unit"]]
-    lengths: list[int]
-    edges: Mapping[str, Int[Tensor, " _unit"]]
+    ranks: Mapping[str, Int[Tensor, " _unit"]]  # of all units among each other, 1 the best
+    lengths: list[int]  # of each prefix
+    edges: Mapping[str, Int[Tensor, " _unit"]]  # edges, bits: of all units
     bits: Mapping[str, Float[Tensor, " _unit"]]
-    ranked: Int[Tensor, " unit"]
-    costs: pd.DataFrame
+    ranked: Int[Tensor, " unit"]  # active edges of each unit, in the order of the ranking
+    costs: pd.DataFrame  # a row per prefix: "units", "edges", "bits"
 
     @classmethod
     def of(cls, units: UnitSet, scores: UnitScores, grid: Iterable[Any] | str | None) -> "_Prefixes":
@@ -187,18 +179,12 @@ class _Prefixes:
 
 @dataclass(frozen=True)
 class _Judged:
-    """Outcomes of circuits, the empty one first, each kept and ablated on the prompts of one split.
+    """Outcomes of circuits, the empty one first, each kept and ablated on the prompts of one split."""
 
-    Attributes:
-        outcome: of all circuits kept, then of all ablated.
-        full, dense: of all units, and of the dense host.
-        kl: whether KL was measured.
-    """
-
-    outcome: Outcome
-    full: Outcome
+    outcome: Outcome  # of all circuits kept, then of all ablated
+    full: Outcome  # full, dense: of all units, and of the dense host
     dense: Outcome
-    kl: bool
+    kl: bool  # whether KL was measured
 
     def of_prompts(self, prompts: slice) -> "_Judged":
         """Take some of the prompts, with all circuits."""
@@ -222,12 +208,8 @@ class _Judged:
 
 
 def _judged(runner: InterventionRunner, circuits: Sized, left_out: Callable[[Tensor], Masks], kl: bool = False) -> _Judged:
-    """Run all circuits kept, then all ablated.
-
-    Args:
-        circuits: in their order, the empty one first; only their number is looked at.
-        left_out: rows of `circuits` -> masks of the units that are replaced when these are kept.
-    """
+    """Run all circuits kept, then all ablated; of `circuits` (the empty one first) only the number is looked at. left_out: rows
+    of it -> masks of the units that are replaced when these are kept."""
     n = len(circuits)
 
     def masks(chunk: slice) -> Masks:
@@ -246,15 +228,17 @@ def _judged_on_both(
     progress: bool,
     dense: DenseCache | None,
 ) -> tuple[_Judged, _Judged]:
-    """The prefixes on the test prompts and on the validation prompts.
-
-    Prompts of one length run together, whichever split they are of: half as many forwards. Where KL is asked for, of the test
-    prompts, or the splits have metrics of their own, each split has its own runs.
-    """
+    """The prefixes on the test prompts and on the validation prompts. Prompts of one length run together, whichever split they
+    are of: half as many forwards. Where KL is asked for, of the test prompts, or the splits have metrics of their own, each split
+    has its own runs."""
     run = partial(_judged, circuits=prefixes.lengths, left_out=prefixes.left_out)
     if kl or task.test.metric is not task.validation.metric:
         return run(runner_of(task.test, progress=progress), kl=kl), run(runner_of(task.validation))
-    prompts = task.test.and_then(task.validation) if dense is None else dense.of_test_and_validation(task)
+    if dense is None:
+        prompts = task.test.and_then(task.validation)
+    else:  # always the same object, by which results are kept
+        key = ("and then", id(task.validation))
+        prompts = dense.of_split(task.test, key, lambda: (task.test.and_then(task.validation), task.validation))[0]
     of_both = run(runner_of(prompts, progress=progress))
     n = len(task.test)
     return of_both.of_prompts(slice(n)), of_both.of_prompts(slice(n, None))
@@ -294,11 +278,8 @@ def _on_validation(
 
 
 def _random_drop(runner: InterventionRunner, sets: Masks, full: float, drop: float) -> tuple[float, int]:
-    """The percentile `_BEST_RANDOM` of the drops of random sets, and how many were run.
-
-    Where it is sure after the first ones that the percentile is not below `drop`, the others are not run, and it is the least
-    that it can be.
-    """
+    """The percentile `_BEST_RANDOM` of the drops of random sets, and how many were run. Where it is sure after the first ones
+    that the percentile is not below `drop`, the others are not run, and it is the least that it can be."""
     n = len(next(iter(sets.values())))
     drops, done, percentile = torch.full((n,), -math.inf, dtype=torch.float64), 0, -math.inf
     place = _BEST_RANDOM * (n - 1)
@@ -315,12 +296,8 @@ def _random_drop(runner: InterventionRunner, sets: Masks, full: float, drop: flo
 
 
 def random_set(edges: Int[Tensor, " unit"], most: int, generator: torch.Generator) -> Bool[Tensor, " unit"]:
-    """Units in random order, each taken where its edges still fit; units without edges are not drawn.
-
-    Args:
-        edges: of each unit.
-        most: edges that the set may have.
-    """
+    """Units in random order, each taken where its edges (`edges` of each) still fit into `most`; units without edges are not
+    drawn."""
     order = torch.randperm(len(edges), generator=generator)
     in_order, drawn = edges[order], torch.zeros(len(edges), dtype=torch.bool)
     at, room = 0, most

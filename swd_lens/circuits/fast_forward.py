@@ -169,17 +169,12 @@ def find_fast_forward(
     known: bool = True,
     dense: DenseCache | None = None,
 ) -> FastForward:
-    """The shortcuts with which a few prompts of the split give what they give plainly, with half of the units set to zero.
+    """The shortcuts with which a few prompts of the split give what they give plainly, with half of the units set to zero. Warns
+    where one that should hold on every host does not, or runs with it fail.
 
-    Args:
-        sites, units: what is attached now.
-        known: whether the first site's z may be taken as known beforehand, and the last block cut short (not where z is
-            wanted at all positions, or gradients by it).
-        dense: what is known of the dense host, where other replacements are run on the same prompts: shortcuts that were found
-            for one of them hold for those of the same sites and kind of units.
-
-    Warns:
-        UserWarning: a shortcut that should hold on every host does not, or runs with it fail.
+    sites, units: what is attached now; known: whether the first site's z may be taken as known beforehand, and the last block cut
+    short (not where z is wanted at all positions, or gradients by it); dense: what is known of the dense host, where other
+    replacements are run on the same prompts: shortcuts found for one of them hold for those of the same sites and kind of units.
     """
     find = partial(_agreeing, host, sites, units, split, positions, known, dense)
     of_sites = [units[site.name] for site in sites]

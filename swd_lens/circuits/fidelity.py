@@ -271,16 +271,9 @@ class _Sums:
         shown = [site.name for site in self.sites if site.expert is None or self.norms[site.name] > 0]
         relmse = {name: float(self.errors[name] / self.norms[name]) for name in shown}
         deltas, kls = (self._parts_of_rows(torch.cat(sums)) for sums in (self.ce_deltas, self.kls))
-        means: dict[str, Any] = self.total.means()
-        return Fidelity(
-            **means,
-            relmse=relmse,
-            n_predictions=self.total.n_predictions,
-            ce_delta_se=float(deltas.std() / len(deltas) ** 0.5) if len(deltas) > 1 else None,
-            ce_delta_rows=tuple(deltas.tolist()),
-            kl_rows=tuple(kls.tolist()),
-            **about,
-        )
+        found: dict[str, Any] = {**self.total.means(), "relmse": relmse, "n_predictions": self.total.n_predictions}
+        found["ce_delta_se"] = float(deltas.std() / len(deltas) ** 0.5) if len(deltas) > 1 else None
+        return Fidelity(**found, ce_delta_rows=tuple(deltas.tolist()), kl_rows=tuple(kls.tolist()), **about)
 
     def _parts_of_rows(self, sums: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
         """Each row's estimate of the mean over predictions, from what it adds to their sum: the mean of these is that mean."""
@@ -299,13 +292,10 @@ class Runs:
     """The dense host and its replacements on a batch of rows.
 
     In stages the dense host runs once for all, each replacement takes up at its first replaced layer, and logits are made a chunk
-    of positions at a time. Whole, where that gives other logits, every run begins at the tokens and ends in its logits.
-
-    Args:
-        units: by name of the replacement.
-        alone: the attachment of the only replacement, which is mounted already; None: there are several.
-        kept: what enters the first replaced block, and what leaves the last one, is kept there.
-        random: names of replacements that draw anew in each run.
+    of positions at a time. Whole, where that gives other logits, every run begins at the tokens and ends in its logits. units: by
+    name of the replacement; alone: the attachment of the only one, which is mounted already, None: there are several; kept: what
+    enters the first replaced block, and what leaves the last one, is kept there; random: names of replacements that draw anew in
+    each run.
     """
 
     def __init__(

@@ -52,15 +52,8 @@ def lossless(host: Host, sites: list[Site]) -> dict[str, Factors]:
 
 
 class Floors:
-    """The floors of some replacements of one host.
-
-    Attributes:
-        units: name -> lossless replacement, of those that are not known yet. Names cannot be those of a caller's replacements.
-
-    Args:
-        replacements: by name.
-        rows: what is measured on.
-    """
+    """The floors of some replacements (by name) of one host. units: name -> lossless replacement, of those that are not known
+    yet; names cannot be those of a caller's replacements. rows: what is measured on."""
 
     units: dict[str, UnitSet]
 

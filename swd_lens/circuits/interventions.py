@@ -98,17 +98,11 @@ def at_once(bucket: Bucket, length: int, tokens_per_forward: int, *, whole: bool
 class InterventionRunner:
     """Interventions on one split of prompts, with everything shared between them computed once.
 
-    Args:
-        scores: whose positions and means the interventions use.
-        ablation: see `Reference`.
-        batch_size: prompts per bucket.
-        tokens_per_forward: prompts x positions x interventions at once; bounds memory.
-        keep: keep what is shared between calls of `run` (for searches, which call it often), of as many buckets as have room.
-        dense: what the dense host gives on the prompts, kept for other replacements.
-
-    Raises:
-        ValueError: scores of other units than those attached, or of prompts with BOS where these have none (or the reverse).
-        TaskError: prompts tokenized for another host.
+    scores: whose positions and means the interventions use; ablation: see `Reference`; tokens_per_forward: prompts x positions x
+    interventions at once, bounds memory; keep: keep what is shared between calls of `run` (for searches, which call it often), of
+    as many buckets as have room; dense: what the dense host gives on the prompts, kept for other replacements. Raises ValueError:
+    scores of other units than those attached, or of prompts with BOS where these have none (or the reverse); TaskError: prompts
+    tokenized for another host.
     """
 
     def __init__(
@@ -145,15 +139,9 @@ class InterventionRunner:
         self._unpruned: Outcome | None = None
 
     def run(self, n: int, masks: Callable[[slice], Masks], *, kl: bool = False) -> tuple[Outcome, Outcome]:
-        """Run n interventions on every prompt.
-
-        Args:
-            masks: gives the masks of a slice of the n interventions: site -> (circuit, unit), True where replaced, or shares of
-                the way (fast_forward.py).
-            kl: whether to compute KL.
-
-        Returns: The outcomes of the interventions, and that of the unpruned replacement (a single run).
-        """
+        """Run n interventions on every prompt; gives their outcomes, and that of the unpruned replacement (a single run). masks:
+        gives those of a slice of the n: site -> (circuit, unit), True where replaced, or shares of the way (fast_forward.py); kl:
+        whether to compute KL."""
         outcome, unpruned = Outcome.empty(n, len(self.split)), self._unpruned or Outcome.empty(1, len(self.split))
         nothing = {site: torch.zeros(1, size, dtype=torch.bool) for site, size in self.attachment.factors.sizes.items()}
         with torch.no_grad(), self._fused():
@@ -178,15 +166,9 @@ class InterventionRunner:
     def gradients(
         self, shares: Callable[[slice], Mapping[str, Float[Tensor, "run _unit"]]], n: int
     ) -> tuple[Float[Tensor, "run prompt"], dict[str, Float[Tensor, "run _unit"]]]:
-        """Run n partial interventions, with the gradient of each one's mean margin by how far its units are moved.
-
-        Args:
-            shares: gives a slice of the n interventions: site -> (run, unit), how far of the way from its activation to its
-                reference each unit is moved.
-            n: interventions.
-
-        Returns: Margins in logits, float64; and site -> (run, unit) d Q / d share, float64, both on the CPU.
-        """
+        """Run n partial interventions, with the gradient of each one's mean margin by how far its units are moved. shares: gives
+        those of a slice of the n: site -> (run, unit), how far of the way from its activation to its reference each unit is
+        moved. Returns margins in logits, and site -> (run, unit) d Q / d share, float64 on the CPU."""
         margins = torch.full((n, len(self.split)), torch.nan, dtype=torch.float64)
         sizes = self.attachment.factors.sizes
         totals = {site: torch.zeros(n, size, dtype=torch.float64) for site, size in sizes.items()}

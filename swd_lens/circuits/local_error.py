@@ -26,13 +26,9 @@ from swd_lens.units.projection import projection_of
 
 
 class LocalErrors:
-    """Running sums of |error|^2 and |h W|^2 over what dense forwards show.
-
-    Args:
-        units: by name of the replacement.
-        alone: the attachment of the only replacement, which is mounted already; None: there are several.
-        also: is given (name of the replacement, site, errors of the tokens that count) of every forward.
-    """
+    """Running sums of |error|^2 and |h W|^2 over what dense forwards show. units: by name of the replacement; alone: the
+    attachment of the only one, which is mounted already, None: there are several; also: is given (name of the replacement, site,
+    errors of the tokens that count) of every forward."""
 
     def __init__(
         self,

@@ -60,14 +60,12 @@ class Margins:
 
 
 def by_content(values: Float[Tensor, "*circuit prompt"], contents: Sequence[Hashable]) -> Float[Tensor, "*circuit _content"]:
-    """Values of prompts as values of contents (names, years, ...), with the same mean.
+    """Values of prompts as values of contents (names, years, ...), with the same mean; where each prompt has its own, nothing
+    changes.
 
-    Prompts about one name or year share most of what their margins differ by, and other splits have other names: what a mean
-    over prompts says of those, its number of contents says, not its number of prompts. The standard error of the values given
-    here is the cluster-robust one of the prompts' mean; everything in this module that takes prompts takes contents as well.
-
-    Args:
-        contents: of each prompt; where each has its own, nothing changes.
+    Prompts about one name or year share most of what their margins differ by, and other splits have other names: what a mean over
+    prompts says of those, its number of contents says, not its number of prompts. The standard error of the values given here is
+    the cluster-robust one of the prompts' mean; everything in this module that takes prompts takes contents as well.
     """
     place = {content: i for i, content in enumerate(dict.fromkeys(contents))}
     if len(place) == len(contents):
@@ -168,13 +166,8 @@ class Threshold:
 
 def measured(margins: Margins, carried: Carried, task: str, *, warn: bool = True) -> pd.DataFrame:
     """One row per circuit: recovered, sufficiency, drop, each with "... low" and "... high", "recovered of dense", "q keep" and
-    "q ablate".
-
-    What is recovered is NaN where the surface does not carry the task, sufficiency where Q(full) is not positive.
-
-    Warns:
-        UndefinedSufficiencyWarning: Q(full) is not positive (with `warn`).
-    """
+    "q ablate". What is recovered is NaN where the surface does not carry the task, sufficiency where Q(full) is not positive
+    (with `warn` an UndefinedSufficiencyWarning says so)."""
     keep, ablate, full, empty = (m.double() for m in (margins.keep, margins.ablate, margins.full, margins.empty))
     q_full = float(full.mean())
     if warn and not q_full > 0:

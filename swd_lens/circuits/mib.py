@@ -108,13 +108,8 @@ class MIBResult(SavedRecord):
         return figure
 
     def graph_json(self) -> dict[str, Any]:
-        """The benchmark's file of importance scores: "cfg", "nodes" (name -> "in_graph", "score") and "edges" (none are scored).
-
-        Evaluate it with `--level node`.
-
-        Raises:
-            UnsupportedHostError: units that write something else than its nodes do.
-        """
+        """The benchmark's file of importance scores: "cfg", "nodes" (name -> "in_graph", "score") and "edges" (none are scored);
+        evaluate it with `--level node`. Raises UnsupportedHostError: units that write something else than its nodes do."""
         if not self.nodes:
             sites = ", ".join(self.settings["units"])
             raise UnsupportedHostError(
@@ -222,10 +217,8 @@ def areas(curve: CostCurve, cost: str = "units") -> dict[str, float]:
 
 
 def node_scores(model: Any, factors: Any, scores: UnitScores) -> dict[str, float]:
-    """Signed scores of units, added up over the benchmark's nodes: "a1.h3" of head 3 in layer 1, "m1" of layer 1's MLP.
-
-    {} where a site's units write something else than heads and MLPs do, or show no read vectors that say by which head.
-    """
+    """Signed scores of units, added up over the benchmark's nodes: "a1.h3" of head 3 in layer 1, "m1" of layer 1's MLP; {} where
+    a site's units write something else than heads and MLPs do, or show no read vectors that say by which head."""
     units = UnitSet.of(model, factors)
     ends, nodes = Ends.of(units.host), {}
     for site in units.sites:

@@ -317,11 +317,8 @@ def costs(
     dense: Float[Tensor, " label"],
     n: int,
 ) -> Float[Tensor, " label"]:
-    """log(1 + edges) at which each labelling's curve first reaches the threshold; NaN where the task is not carried.
-
-    Args:
-        contrast, carried, squared, dense: sums over n prompts, see `Side`.
-    """
+    """log(1 + edges) at which each labelling's curve first reaches the threshold, NaN where the task is not carried. contrast,
+    carried, squared, dense: sums over n prompts, see `Side`."""
     logs, reached = grid.log1p(), contrast >= 0
     first = torch.where(reached.any(1), reached.int().argmax(1), len(grid) - 1)
     before = (first - 1).clamp(min=0)
@@ -375,11 +372,7 @@ def relabelled(
     pairs: Mapping[tuple[str, ...], tuple[Side, Side]], n: int, seed: int
 ) -> tuple[Float[Tensor, "label specification"], Bool[Tensor, "label specification"]]:
     """In which specifications the first of two methods needs fewer edges (1; equal: .5), and which are counted, as they are and
-    under n relabellings.
-
-    Args:
-        pairs: of a task, then of the choices -> both methods.
-    """
+    under n relabellings. pairs: of a task, then of the choices -> both methods."""
     generator, flips, fewer = torch.Generator().manual_seed(seed), {}, []
     for (task, *_), (one, other) in pairs.items():
         n_contents = len(one.n_prompts)

@@ -301,14 +301,9 @@ def _written(
 def fewest_by_output(
     moved: Float[Tensor, "token unit"], vectors: Float[Tensor, "unit d_out"], recovered: float, order: str
 ) -> Int[Tensor, " token"]:
-    """How many units recover a share of the sum of all contributions, of each token; int64, on the CPU.
-
-    Args:
-        moved: how far each unit is from its reference.
-        vectors: what one of each unit writes.
-        recovered: of the squared length of moved @ vectors.
-        order: "greedy" or "size", see the module.
-    """
+    """How many units recover a share (`recovered`, of the squared length) of the sum of all contributions, moved @ vectors, of
+    each token; int64, on the CPU. moved: how far each unit is from its reference; vectors: what one of each unit writes; order:
+    "greedy" or "size", see the module."""
     n_units, d_out = vectors.shape
     at_once = max(1, _BYTES // (4 * (6 * n_units if order == "greedy" else 8 * n_units + 16 * d_out)))
     # Products of all pairs, where they are no larger than what else is in memory; else of the chosen ones, step by step.

@@ -53,12 +53,8 @@ def draw_curves(
     bands: bool = False,
     styles: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> None:
-    """One panel: a cost curve per method on a log axis that still shows the empty circuit (cost 0).
-
-    Args:
-        bands: draw the interval of each value, where the curve has them.
-        styles: label -> colour and line style; of those that are not there by their place.
-    """
+    """One panel: a cost curve per method on a log axis that still shows the empty circuit (cost 0). bands: draw the interval of
+    each value, where the curve has them; styles: label -> colour and line style, of those that are not there by their place."""
     for index, (label, curve) in enumerate(curves.items()):
         rows, look = curve.rows, styles.get(label, style(index))
         ax.plot(rows[cost], rows[column], label=label, marker="o", markersize=2.5, linewidth=1.4, **look)
@@ -76,15 +72,9 @@ def draw_curves(
 
 
 def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[Curve]]], cost: str = "edges", note: str = ""):
-    """The least cost of recovering each share (above) and of each drop (below); one column per task.
-
-    Args:
-        panels: task -> method, as the legend calls it -> its curve, or one per seed.
-        cost: "edges" or "units".
-        note: written above the panels.
-
-    Raises ValueError: an unknown cost.
-    """
+    """The least cost ("edges" or "units") of recovering each share (above) and of each drop (below); one column per task. panels:
+    task -> method, as the legend calls it -> its curve, or one per seed; note: written above the panels. Raises ValueError: an
+    unknown cost."""
     one_of("cost", cost, COSTS)
     width = max(_PANEL, _WIDE / len(panels))
     figure, axes = new_figure(2, len(panels), width=width, height=2.3)

@@ -360,11 +360,9 @@ class _Search:
         return (self._margins(kept).mean(1) - self.zero) / self.whole
 
     def over(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, " circuit"]:
-        """How far circuits are surely above the threshold on other prompts, in logits.
-
-        A one-sided 95 % prediction bound of the mean over `n_further` contents. What contents differ by is pooled over these
-        prompts and the others: a validation split may have four names.
-        """
+        """How far circuits are surely above the threshold on other prompts, in logits: a one-sided 95 % prediction bound of the
+        mean over `n_further` contents. What contents differ by is pooled over these prompts and the others: a validation split
+        may have four names."""
         contrast = self._contrast(kept)
         if not self.n_further:
             return contrast.mean(1)
@@ -426,10 +424,8 @@ class _Search:
         return torch.cat([lengths, between]).unique()
 
     def at(self, target: float, start: Bool[Tensor, " unit"], rounds: int) -> list[Bool[Tensor, " unit"]]:
-        """The circuits that a search at this target passes on these prompts, from `start` or the best prefix on.
-
-        Empty where neither reaches it.
-        """
+        """The circuits that a search at this target passes on these prompts, from `start` or the best prefix on; empty where
+        neither reaches it."""
         self.target = target
         # All prefixes of the grid, and some between the last that does not reach the target and the first that does.
         lengths = torch.tensor(prefix_grid(len(self.ranking)))

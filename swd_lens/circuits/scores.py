@@ -18,14 +18,8 @@ _POINTS = 200  # of the figure
 
 
 def require_finite(what: str, values: Mapping[str, Float[Tensor, "*_row _unit"]]) -> None:
-    """Do nothing where every unit's values are finite: one that is not would be ranked first, or clamped to nothing.
-
-    Args:
-        what: they are, for the message: "the score".
-        values: site -> any number of them per unit.
-
-    Raises ValueError: one is not; the message names its unit.
-    """
+    """Raise ValueError where a unit's values (any number of them; site -> per unit) are not finite: it would be ranked first, or
+    clamped to nothing. The message names the unit, and `what` the values are ("the score")."""
     for site, of_site in values.items():
         bad = ~of_site.isfinite()
         if bool(bad.any()):

@@ -257,7 +257,7 @@ class _Judge:
         self.layer, self.end = 0, len(host.model.blocks)
         with torch.no_grad(), fused_attention(host, rows):
             self.starts = [host.residual(batch, 0) for batch in self.batches]
-            self.ends = [self._from(batch, start, self.end) for batch, start in self._each()]
+            self.ends = [self._from(number, self.end) for number in range(len(self.batches))]
             # Whether runs in stages end in the logits of whole ones, on the first tokens.
             few = rows[:1, : max(2, CHUNK_BYTES // (4 * host.model.cfg.d_vocab))]
             middle = self.end // 2
@@ -272,14 +272,13 @@ class _Judge:
         total = torch.zeros(len(trials), dtype=torch.float64)
         with torch.no_grad(), fused_attention(self.host, self.rows):
             if self.staged and site.layer > self.layer:
-                self.starts = [self._from(batch, start, site.layer) for batch, start in self._each()]
+                self.starts = [self._from(number, site.layer) for number in range(len(self.batches))]
                 self.layer = site.layer
             for number, batch in enumerate(self.batches):
                 replaced = []
                 for f in trials:
                     with attach(self.host.model, {site.name: f}):
-                        start = self.starts[number]
-                        replaced.append(self._from(batch, start, self.end) if self.staged else self.host.run(batch))
+                        replaced.append(self._from(number, self.end) if self.staged else self.host.run(batch))
                 dense = self.ends[number] if self.staged else self.host.run(batch)
                 for part in Predictions(self.host).parts(batch, batch.shape[1] - 1):
                     log_p = log_probabilities(self._logits(batch, dense, part))
@@ -287,11 +286,8 @@ class _Judge:
                         total[i] += float(kl_sum(log_p, log_probabilities(self._logits(batch, of_trial, part))))
         return (total / (self.rows.shape[0] * (self.rows.shape[1] - 1))).tolist()
 
-    def _each(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return zip(self.batches, self.starts, strict=True)
-
-    def _from(self, batch: Tensor, start: Tensor, layer: int) -> Tensor:
-        return self.host.residual(batch, layer, start=Start(self.layer, start))
+    def _from(self, number: int, layer: int) -> Tensor:
+        return self.host.residual(self.batches[number], layer, start=Start(self.layer, self.starts[number]))
 
     def _logits(self, batch: Tensor, end: Tensor, part: tuple[slice, slice]) -> Tensor:
         return self.host.unembed(batch[part], end[part]) if self.staged else end[part]

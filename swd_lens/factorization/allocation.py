@@ -34,12 +34,8 @@ _FLOOR = 1e-7
 
 @dataclass(frozen=True)
 class LossCurve(Record):
-    """Loss of one matrix at some budgets.
-
-    Raises:
-        ValueError: no budgets, budgets that do not rise from 0 on (or pass 64 bits), another number of losses, or losses
-            that are not finite or have no positive one among them.
-    """
+    """Loss of one matrix at some budgets. Raises ValueError: no budgets, budgets that do not rise from 0 on (or pass 64 bits),
+    another number of losses, or losses that are not finite or have no positive one among them."""
 
     edges: tuple[int, ...]  # budgets K, rising
     losses: tuple[float, ...]  # the loss at each, in any unit that can be added over matrices (nats of KL)
@@ -75,11 +71,7 @@ class LossCurve(Record):
 
 @dataclass(frozen=True)
 class SiteBudget(Record):
-    """Budget of one matrix.
-
-    Raises:
-        ValueError: its sparsity is not inside (0, 1).
-    """
+    """Budget of one matrix. Raises ValueError: its sparsity is not inside (0, 1)."""
 
     derived = ("s",)
 
@@ -167,19 +159,9 @@ class Allocation(SavedRecord, Mapping[str, float]):
         rows = []
         for name, site in self.sites.items():
             uniform, allocated = site.curve.at(site.uniform), site.curve.at(site.allocated)
-            rows.append(
-                {
-                    "site": name,
-                    "numel": site.numel,
-                    "K uniform": site.uniform,
-                    "K allocated": site.allocated,
-                    "s": site.s,
-                    f"{loss} uniform": uniform,
-                    f"{loss} allocated": allocated,
-                    "share uniform": uniform / sums["uniform"],
-                    "share allocated": allocated / sums["allocated"],
-                }
-            )
+            row = {"site": name, "numel": site.numel, "K uniform": site.uniform, "K allocated": site.allocated, "s": site.s}
+            row |= {f"{loss} uniform": uniform, f"{loss} allocated": allocated}
+            rows.append(row | {"share uniform": uniform / sums["uniform"], "share allocated": allocated / sums["allocated"]})
         return pd.DataFrame(rows)
 
     @property

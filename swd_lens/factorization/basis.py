@@ -226,7 +226,13 @@ def _costs_of(
             left -= size
             if left <= 0:
                 break
-    return {name: _side_costs(torch.cat(of_site)) for name, of_site in logs.items()}
+    costs: dict[str, SideCosts] = {}
+    for name, of_site in logs.items():
+        together = torch.cat(of_site)
+        inputs, outputs = together.mean(0).exp().tolist()
+        difference, n = together[:, 0] - together[:, 1], len(together)
+        costs[name] = SideCosts(inputs, outputs, float(difference.std() / n**0.5) if n > 1 else math.nan, n)
+    return costs
 
 
 def _log_costs(
@@ -250,25 +256,29 @@ def _log_costs(
     return costs[(costs > 0).all(1)].double().log().cpu()
 
 
-def _side_costs(logs: Float[Tensor, "prediction 2"]) -> SideCosts:
-    inputs, outputs = logs.mean(0).exp().tolist()
-    difference = logs[:, 0] - logs[:, 1]
-    se = float(difference.std() / len(logs) ** 0.5) if len(logs) > 1 else math.nan
-    return SideCosts(inputs, outputs, se, len(logs))
-
-
 def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -> Job:
     """Choose bases by the job's text, where it leaves them open: on a host that predicts next tokens, with rows of two tokens or
-    more. By default a host without gradients, or without finite ones, keeps what is LIKELY (matrices.py).
-
-    Args:
-        folder: of the factors that are being made; a call that goes on there takes over what the first one was told.
-
-    Raises ResumeError: the folder's index names a basis that there is not.
-    """
-    stream = job.stream
-    if job.basis_by_text != "no" and folder is not None and (told := _told_before(folder, job)):
-        return job.with_bases(told)
+    more. By default a host without gradients, or without finite ones, keeps what is LIKELY (matrices.py). folder: of the factors
+    that are being made; a call that goes on there takes over what the first one was told. Raises ResumeError: the folder's index
+    names a basis that there is not."""
+    stream, told = job.stream, None
+    if job.basis_by_text != "no" and folder is not None:
+        # What text said of exactly these matrices to the call whose factors lie in the folder.
+        with suppress(FactorFileError, FileNotFoundError):  # a damaged index is said by who reads it
+            told = read_index(folder)["provenance"].get("basis")
+        if isinstance(told, dict) and "chosen" not in told:  # by kind, or by a caller's word
+            told = None
+    if told and folder is not None:
+        try:
+            with readable(folder / INDEX, WHAT, FactorFileError):
+                bases = dict(told["chosen"])
+                if unknown := [basis for basis in bases.values() if basis not in ("input", "output", PAPER)]:
+                    reason = f"basis {unknown[0]!r}"
+                    raise FactorFileError(damaged(folder / INDEX, WHAT, reason))
+        except FactorFileError as cause:
+            raise ResumeError(f"{cause}; or start again with overwrite=True") from cause
+        if bases.keys() == {site.name for site in job.sites}:
+            return job.with_bases(told)
     if job.basis_by_text == "no" or stream is None or stream.row_length < 2 or not facts_of(job.model).causal:
         return job
     known = {} if job.stands is None or not isinstance(stream, CalibrationText) else stream.side_costs(job.stands)
@@ -280,22 +290,3 @@ def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -
             raise
         return job
     return job.with_bases(BasisChoice(SHARE, {}, {site.name: known[site.name] for site in job.sites}).told())
-
-
-def _told_before(folder: Path, job: Job) -> dict[str, Any] | None:
-    """Read what text said of exactly these matrices to the call whose factors lie in the folder. Raises ResumeError: the
-    folder's index names a basis that there is not."""
-    told: Any = None
-    with suppress(FactorFileError, FileNotFoundError):  # a damaged index is said by who reads it
-        told = read_index(folder)["provenance"].get("basis")
-    if not told or (isinstance(told, dict) and "chosen" not in told):  # by kind, or by a caller's word
-        return None
-    try:
-        with readable(folder / INDEX, WHAT, FactorFileError):
-            bases = dict(told["chosen"])
-            if unknown := [basis for basis in bases.values() if basis not in ("input", "output", PAPER)]:
-                reason = f"basis {unknown[0]!r}"
-                raise FactorFileError(damaged(folder / INDEX, WHAT, reason))
-    except FactorFileError as cause:
-        raise ResumeError(f"{cause}; or start again with overwrite=True") from cause
-    return told if bases.keys() == {site.name for site in job.sites} else None

@@ -59,14 +59,11 @@ def _shards_of(folder: Path) -> list[Path]:
 
 
 class Checkpoint:
-    """A folder of finished matrices, in execution order.
+    """A folder of finished matrices, in execution order; it is made with the first of them.
 
-    Args:
-        folder: made with the first finished matrix.
-        provenance: of the whole set, written with every matrix.
-        recipes: of every site that the call will make, in execution order, without "upstream_sha256".
-        chained: whether a site's calibration depends on the sites before it.
-        overwrite: whether the first matrix that is added replaces all that the folder held, shards among it.
+    provenance: of the whole set, written with every matrix; recipes: of every site that the call will make, in execution order,
+    without "upstream_sha256"; chained: whether a site's calibration depends on the sites before it; overwrite: whether the first
+    matrix that is added replaces all that the folder held, shards among it.
     """
 
     def __init__(

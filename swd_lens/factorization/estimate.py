@@ -108,11 +108,7 @@ class Estimate(Record):
         return self.available_bytes is None or self.peak_bytes <= self.available_bytes
 
     def require_fit(self) -> None:
-        """Do nothing if it fits.
-
-        Raises:
-            DoesNotFitError: more memory is needed than available; says how much, where, and what would need less.
-        """
+        """Raise DoesNotFitError where more memory is needed than available: how much, where, and what would need less."""
         if self.fits:
             return
         worst = max(self.rows, key=lambda row: row.held_bytes + row.peak_bytes)
@@ -214,20 +210,16 @@ def estimate(
         ValueError: bad shapes, sparsity or solver options; the site is named.
     """
     shapes_only = isinstance(model, Mapping | Sequence)
-    how = SolveOptions(
-        preset=preset,
-        units=units,
-        basis=basis,
-        calibration=calibration,
-        batch_size=batch_size,
-        gram_dtype=gram_dtype,
-        weigh_outputs=weigh_outputs,
-        settings=options,
-    )
+    fitted: dict[str, Any] = {"calibration": calibration, "batch_size": batch_size, "gram_dtype": gram_dtype}
+    how = SolveOptions(preset, units, basis, **fitted, weigh_outputs=weigh_outputs, settings=options)
     job = Job.of(model, sites, _token_shape(tokens, _ANY_HOST if shapes_only else model), sparsity, how)
     device = torch.empty(0).device if shapes_only else next(model.parameters()).device
-    rows, speed = forecast(job), product_speed(device)
-    return Estimate(rows, available_bytes(device), speed, job.kind, not shapes_only, residual_bytes(job))
+    rows, speed, kept = forecast(job), product_speed(device), 0
+    if not shapes_only and job.tokens is not None and len(stages_of(job.sites, job.kind)) > 1:
+        # What is kept of the residual stream: the old and the new file, while one is made of the other.
+        files = min(len({site.layer for site in job.sites} - {0}), 2) * (2 if job.how.calibration == "corrected" else 1)
+        kept = files * job.n_tokens * model.cfg.d_model * next(model.parameters()).element_size()
+    return Estimate(rows, available_bytes(device), speed, job.kind, not shapes_only, kept)
 
 
 def _token_shape(tokens: Any, host: Any) -> tuple[int, int] | None:
@@ -256,20 +248,19 @@ def forecast(job: Job, finished: Collection[str] = ()) -> tuple[SiteEstimate, ..
     output_passes = plan.output_passes([site for stage in stages for site in stage])
     widths: dict[str, int] = {}
     costs = {}
+    asked: dict[str, Any] = {"units": job.how.units, "preset": job.how.preset, "outputs_weighed": job.how.weigh_outputs}
+    asked["calibrated"] = job.tokens is not None
     for site in job.sites:
         with naming(site):
             widths[site.name] = job.width(site)
-            costs[site.name] = cost(
-                site.d_in,
-                site.d_out,
-                sparsity=job.sparsities[site.name],
-                units=job.how.units,
-                preset=job.how.preset,
-                calibrated=job.tokens is not None,
-                outputs_weighed=job.how.weigh_outputs,
-                **job.settings_of(site),
-            )
-    kept = {site.name: plan.kept_bytes(site, widths[site.name]) for site in job.sites}
+            own = {"sparsity": job.sparsities[site.name], **job.settings_of(site)}
+            costs[site.name] = cost(site.d_in, site.d_out, **asked, **own)
+    # Finished factors: float32 read and write, and W, which those of a float32 host remember. Those of another host do not, and
+    # attached (for calibration behind them) they are there in its dtype, too.
+    entries = {site.name: widths[site.name] * (site.d_in + site.d_out) for site in job.sites}
+    kept = {name: (_FLOAT + plan.entry) * n for name, n in entries.items()}
+    if plan.entry == _FLOAT:
+        kept = {site.name: _FLOAT * (entries[site.name] + site.numel) for site in job.sites}
     held = sum(kept[name] for name in finished)
     rows: list[SiteEstimate] = []
     for stage in stages:
@@ -284,15 +275,6 @@ def forecast(job: Job, finished: Collection[str] = ()) -> tuple[SiteEstimate, ..
             rows.append(SiteEstimate(*sizes, solving.flops, calibrating, peak, held + waiting))
             held += kept[site.name]
     return tuple(rows)
-
-
-def residual_bytes(job: Job) -> int:
-    """Disk for what is kept of the residual stream: the old and the new file, while one is made of the other."""
-    if job.model is None or job.tokens is None or len(stages_of(job.sites, job.kind)) < 2:
-        return 0
-    files = min(len({site.layer for site in job.sites} - {0}), 2)
-    hosts = 2 if job.how.calibration == "corrected" else 1
-    return hosts * files * job.n_tokens * job.model.cfg.d_model * next(job.model.parameters()).element_size()
 
 
 @dataclass(frozen=True)
@@ -327,16 +309,6 @@ class _Plan:
         cfg = self.model.cfg
         return 10 * cfg.d_model + 3 * (cfg.d_mlp or 0) + 3 * cfg.n_heads * pos
 
-    # ------------------------------------------------------------------ bytes
-
-    def kept_bytes(self, site: Site, units: int) -> int:
-        """Memory of finished factors: float32 read and write, and W, which those of a float32 host remember.
-
-        Those of another host do not, and attached (for calibration behind them) they are there in its dtype, too.
-        """
-        entries = units * (site.d_in + site.d_out)
-        return _FLOAT * (entries + site.numel) if self.entry == _FLOAT else (_FLOAT + self.entry) * entries
-
     def solving_bytes(self, site: Site, units: int, solver_bytes: int) -> int:
         """Weight, Gram (and a float64 one's float32 copy), and the solver's own, or `Factors.relmse` after it: read factor
         and Gram in float64, W by tiles."""
@@ -368,14 +340,9 @@ class _Plan:
         sums = sum({self.inputs[site.name]: site.d_in**2 for site in stage}.values())
         return _DOUBLE * sums + (_FLOAT + _DOUBLE) * widest**2 + activations
 
-    # ------------------------------------------------------------------ output Grams
-
     def output_passes(self, sites: Sequence[Site]) -> dict[str, _OutputPass]:
-        """Site name -> cost of its output Gram; `sites` are all that will be solved, in order.
-
-        A pass goes forward and back through the whole host (back is two products for one). It holds sums, logits, and the
-        activations of all blocks on a few rows.
-        """
+        """Site name -> cost of its output Gram; `sites` are all that will be solved, in order. A pass goes forward and back (two
+        products for one) through the whole host; it holds sums, logits, and the activations of all blocks on a few rows."""
         if not self.job.how.weigh_outputs:
             return {site.name: _OutputPass() for site in sites}
         forward, holding = 0.0, 0
@@ -397,8 +364,6 @@ class _Plan:
                 passes[site.name] = _OutputPass(*begins, _FLOAT * sum(entries[i + 1 :]))
             rest = rest[len(together) :]
         return passes
-
-    # ------------------------------------------------------------------ operations
 
     def product_flops(self, stage: Sequence[Site], i: int) -> float:
         """h^T h, once for the sites of one input; corrected: all that comes before the solve."""

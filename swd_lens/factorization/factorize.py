@@ -15,6 +15,7 @@
 The bar counts operations, not matrices, so that its remaining time means something when the matrices differ in size.
 """
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,9 +32,9 @@ from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.basis import with_chosen_bases
 from swd_lens.factorization.calibration_text import CalibrationText
-from swd_lens.factorization.checkpoint import Checkpoint, Shard, writing_checkpoint
+from swd_lens.factorization.checkpoint import Checkpoint, Shard, host_fingerprint, writing_checkpoint
 from swd_lens.factorization.estimate import Estimate, SiteEstimate, forecast
-from swd_lens.factorization.goal import Goal, GoalSearch, divided, fitted_rows, paths_of, scaled, settings_of_search
+from swd_lens.factorization.goal import Goal, GoalSearch, divided, fitted_rows, paths_of, scaled
 from swd_lens.factorization.gradients import require_loss
 from swd_lens.factorization.job import Job, SolveOptions
 from swd_lens.factorization.matrices import sparsity_of_each
@@ -148,19 +149,9 @@ def factorize(
             which nothing that was tried keeps (the nearest is named).
     """
     zero_data = calibration == "zero-data" and tokens is None
-    how = SolveOptions(
-        preset=preset,
-        units=units,
-        basis=basis,
-        calibration="sequential" if zero_data else calibration,
-        batch_size=batch_size,
-        gram_dtype=gram_dtype,
-        weigh_outputs=weigh_outputs,
-        device=device,
-        workers=workers,
-        threads=threads,
-        settings=options,
-    )
+    fitted: dict[str, Any] = {"calibration": "sequential" if zero_data else calibration, "batch_size": batch_size}
+    fitted |= {"gram_dtype": gram_dtype, "weigh_outputs": weigh_outputs}
+    how = SolveOptions(preset, units, basis, **fitted, device=device, workers=workers, threads=threads, settings=options)
     if kl is not None or ce is not None:
         for name, value in (("sparsity", None if isinstance(sparsity, Mapping) else sparsity), ("shard", shard)):
             if value is not None:
@@ -232,11 +223,14 @@ def _to_a_goal(
         arguments = {**how.arguments(), **options}
         return factorize(model, sites, sparsity=sparsity, tokens=fitted, progress=False, out=folder, **arguments)
 
-    bits = {name: getattr(how, name) for name in ("calibration", "batch_size", "gram_dtype", "weigh_outputs")}
-    bits |= {} if given is None else {"sparsity": given}
-    plan = settings_of_search(model, found, goal, texts[:2], paths, bits) | {
-        "fitted rows, too": 0 if wide is None else wide.n_rows
-    }
+    asked: dict[str, Any] = {"goal": str(goal), "sites": [site.name for site in found], "exclude": list(fitted.counting.ids)}
+    asked["paths"] = {path: dict(options) for path, options in paths.items()}
+    asked |= {name: getattr(how, name) for name in ("calibration", "batch_size", "gram_dtype", "weigh_outputs")}
+    asked |= {} if given is None else {"sparsity": given}
+    asked["host_sha256"] = host_fingerprint(model)
+    asked |= {"tokens_sha256": fitted.fingerprint(), "heldout_sha256": heldout.fingerprint()}
+    # As a file gives it back.
+    plan = json.loads(json.dumps(asked, default=str)) | {"fitted rows, too": 0 if wide is None else wide.n_rows}
     folder = None if out is None else Path(out)
     search = GoalSearch(model, goal, paths, fitted, heldout, make, wide, folder, plan)
     with search.held(overwrite):
@@ -275,7 +269,7 @@ def _factorized(job: Job, checkpoint: Checkpoint | None, *, progress: bool) -> F
     )
     bar = _Bar(job, plan, show=progress)
     reached(f", {len(done)} of {len(job.sites)} matrices finished")
-    with replaced, bar, open_workers(job.how.workers, threads=job.how.threads) as pool:
+    with replaced, bar.bar, open_workers(job.how.workers, threads=job.how.threads) as pool:
         for stage, to_solve in zip(stages, unsolved, strict=True):
             calibrated: dict[str, Calibrated] = {}
             if to_solve and job.stream is not None:
@@ -371,13 +365,8 @@ _SECONDS_BETWEEN_ERRORS = 3.0
 
 
 class _Bar:
-    """The share of all estimated operations that is done; beside it site, iteration and relMSE so far.
-
-    Args:
-        job: of the call.
-        plan: site -> what is still to be done.
-        show: False says nothing, and measures nothing.
-    """
+    """The share of all estimated operations that is done; beside it site, iteration and relMSE so far. plan: site -> what is
+    still to be done; show: False says nothing, and measures nothing."""
 
     def __init__(self, job: Job, plan: Mapping[str, SiteEstimate], *, show: bool):
         self.numbers = {site.name: number for number, site in enumerate(job.sites, 1)}
@@ -391,13 +380,6 @@ class _Bar:
         title = f"factorize s={min(s):g}" if len(s) == 1 else f"factorize s={min(s):g}..{max(s):g}"
         total = sum(row.flops + self._calibration(row.site) for row in plan.values())
         self.bar: Any = tqdm(total=total, desc=title, unit="FLOP", unit_scale=True, disable=not show, leave=False)
-
-    def __enter__(self) -> "_Bar":
-        self.bar.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.bar.close()
 
     def calibrated(self, sites: Sequence[Site]) -> None:
         """Count the calibration of these sites as done."""

@@ -16,7 +16,6 @@
    measured until the search is over, so that an interrupted one goes on.
 """
 
-import json
 import math
 import shutil
 import statistics
@@ -37,7 +36,6 @@ from swd_lens.circuits.concentration import concentration
 from swd_lens.circuits.dense_cache import DenseCache
 from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factorization.calibration_text import CalibrationText
-from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts.beginnings import text_for
 from swd_lens.hosts.sites import Site, side_of_units
 from swd_lens.solver import DEFAULT_PRESET
@@ -64,11 +62,8 @@ _TRIALS = "trials"
 
 @dataclass(frozen=True)
 class Goal:
-    """How far a replacement may move the model on held-out text, in nats per prediction.
-
-    Raises:
-        ValueError: neither is given, or one is not above 0.
-    """
+    """How far a replacement may move the model on held-out text, in nats per prediction. Raises ValueError: neither is given, or
+    one is not above 0."""
 
     kl: float | None = None  # KL(dense || replaced) at most
     ce: float | None = None  # CE(replaced) - CE(dense) at most
@@ -151,10 +146,8 @@ def scaled(sites: Sequence[Site], given: Mapping[str, float], sparsity: float) -
 def next_sparsity(points: Sequence[tuple[float, float]], start: float, close: float = CLOSE) -> float | None:
     """Where to look next for the largest sparsity that keeps the goal; None where it was found, or nothing is left to look at.
 
-    Args:
-        points: sparsities that were tried, and the logarithms of their excess over the goal (infinite: cannot be made).
-        start: the first one to try.
-        close: the share of the goal that is near enough to it.
+    points: sparsities that were tried, and the logarithms of their excess over the goal (infinite: cannot be made); start: the
+    first one to try; close: the share of the goal that is near enough to it.
     """
     if not points:
         return start
@@ -382,26 +375,3 @@ def _log(excess: float) -> float:
 def _se(rows: Sequence[float]) -> float | None:
     """Standard error of a mean over rows; None of a single one."""
     return statistics.stdev(rows) / len(rows) ** 0.5 if len(rows) > 1 else None
-
-
-def settings_of_search(
-    model: Any,
-    sites: Sequence[Site],
-    goal: Goal,
-    texts: tuple[TokenStream, TokenStream],
-    paths: Mapping[str, Mapping[str, Any]],
-    how: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Everything that decides a search, as a file gives it back."""
-    text, heldout = texts
-    asked = {
-        "goal": str(goal),
-        "sites": [site.name for site in sites],
-        "exclude": list(text.counting.ids),
-        "paths": {path: dict(options) for path, options in paths.items()},
-        **how,
-        "host_sha256": host_fingerprint(model),
-        "tokens_sha256": text.fingerprint(),
-        "heldout_sha256": heldout.fingerprint(),
-    }
-    return json.loads(json.dumps(asked, default=str))

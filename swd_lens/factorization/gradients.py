@@ -52,13 +52,9 @@ Pass = Callable[[Int[Tensor, "rows pos"], Tensor | None], dict[str, AtSite]]
 
 
 def require_loss(model: Any, stream: TokenStream) -> None:
-    """Do nothing if the loss of the next tokens of this text can be differentiated.
-
-    Raises:
-        TokenError: rows of a single token, which predict nothing.
-        UnsupportedHostError: a model that does not predict next tokens, or through which no gradient passes.
-        ValueError: the host is in training mode and has dropout.
-    """
+    """Require that the loss of the next tokens of this text can be differentiated. Raises TokenError: rows of a single token,
+    which predict nothing; UnsupportedHostError: a model that does not predict next tokens, or through which no gradient passes;
+    ValueError: the host is in training mode and has dropout."""
     if not facts_of(model).causal:
         raise UnsupportedHostError(
             f"{model.cfg.model_name} does not predict next tokens, so there is no loss to take gradients of; leave out "
@@ -80,13 +76,8 @@ def rows_per_pass(stream: TokenStream) -> int:
 @contextmanager
 def gradient_passes(model: Any, sites: Sequence[Site], first_row: Int[Tensor, "1 pos"], *, reads: bool = False) -> Iterator[Pass]:
     """Prepare the dense host; yields a function that runs rows through it and back, and answers in execution order of sites.
-
-    Args:
-        first_row: of the text; it shows whether attention can be fused.
-        reads: whether what enters the sites is kept, too.
-
-    Raises AttachError: a site is attached.
-    """
+    first_row: of the text, shows whether attention can be fused; reads: whether what enters the sites is kept, too. Raises
+    AttachError: a site is attached."""
     host, named = host_of(model), {site.name for site in sites}
     # A projection in front of every site's product, whatever `sites` are: a packed product adds up gradients in another order
     # than its parts, so that a call for fewer sites would give other last bits.
@@ -144,20 +135,13 @@ def _cross_entropy(targets: Int[Tensor, "rows prediction"], logits: Tensor) -> F
 def collect_output_grams(
     model: Any, sites: Sequence[Site], tokens: Any, *, progress: bool = False
 ) -> dict[str, Float[Tensor, "_d_out _d_out"]]:
-    """Stream tokens through the dense host, and back from the loss to what every site writes; average g^T g there.
-
-    Args:
-        model: the host; these sites must not be attached.
-        sites: where gradients are taken.
-        tokens: (rows, pos) ids, or a `TokenStream`; each row predicts its own tokens 1..pos-1.
+    """Stream tokens (each row predicts its own tokens 1..pos-1) through the dense host, and back from the loss to what every site
+    writes; average g^T g there.
 
     Returns: Site name -> (d_out, d_out) float32; entry (i, j) in units of nats squared per output squared, mean over tokens.
 
-    Raises:
-        TokenError: see `swd_lens.tasks.streams.as_stream`.
-        ValueError: a gradient is not finite (site named).
-        AttachError: a site is attached.
-        TokenError, UnsupportedHostError, ValueError: see `require_loss`.
+    Raises TokenError: see `swd_lens.tasks.streams.as_stream`; TokenError, UnsupportedHostError, ValueError: see `require_loss`;
+    ValueError: a gradient is not finite (site named); AttachError: a site is attached.
     """
     stream = as_stream(tokens, model)
     require_loss(model, stream)

@@ -151,11 +151,9 @@ def _shown(batches: Iterable[Any], residuals: Residuals, progress: bool) -> Iter
 
 @dataclass
 class _Sums:
-    """Running float64 sums of h^T h.
-
-    A site that reads the very vectors of the site before it shares its sum (`owner`). The first batch decides; should the two
-    differ in a later one (a hook that acts on some batches), they have `parted`, and a pass without sharing is needed.
-    """
+    """Running float64 sums of h^T h. A site that reads the very vectors of the site before it shares its sum (`owner`). The first
+    batch decides; should the two differ in a later one (a hook that acts on some batches), they have `parted`, and a pass without
+    sharing is needed."""
 
     in_double: bool
     share: bool
@@ -176,7 +174,8 @@ class _Sums:
         self.shape, self.counted = shape, counted
 
     def add(self, site: Site, h: Tensor) -> Float[Tensor, "counted d_in"]:
-        """Add a batch of what a site reads; returns the vectors that count (none where the site shares another's sum)."""
+        """Add a batch of what a site reads; returns the vectors that count (none where the site shares another's sum). Raises
+        UnsupportedHostError: where some do not count, the site did not read one vector per token."""
         h = h.detach()
         same = self._reads_as_before(site, h)
         if self.first and same is not None and site.name not in self.by_site:
@@ -185,7 +184,15 @@ class _Sums:
             self.parted |= owner != same
             return h.new_zeros(0, site.d_in)
         flat = _vectors(h, self.in_double)
-        flat, at_first = self._that_count(site, flat)
+        n_rows, n_positions = self.shape
+        at_first = flat[:0]
+        if len(flat) == n_rows * n_positions:
+            at_first = flat.view(n_rows, n_positions, -1)[:, 0]
+            if self.counted is not None:
+                counted = self.counted.to(flat.device)
+                flat, at_first = flat[counted.flatten()], at_first[counted[:, 0]]
+        elif self.counted is not None:  # it cannot be said which count
+            require_one_per_token([site], {site.name: len(flat)}, n_rows * n_positions)
         if site.expert is not None:  # the others are other experts' tokens
             self.n_routed[site.name] = self.n_routed.get(site.name, 0) + int(flat.any(1).sum())
         self.of_first.setdefault(site.name, FirstPositions()).add(at_first)
@@ -207,22 +214,6 @@ class _Sums:
         # Values, not addresses: a HookedTransformer normalizes anew for each of q, k and v.
         same = there.device == h.device and there._version == version and torch.equal(there, h)
         return other.name if same else None
-
-    def _that_count(
-        self, site: Site, flat: Float[Tensor, "vector d_in"]
-    ) -> tuple[Float[Tensor, "counted d_in"], Float[Tensor, "first d_in"]]:
-        """The vectors that count, and those of them at first positions. Raises UnsupportedHostError: the site did not read one
-        vector per token, so that it cannot be said which count."""
-        n_rows, n_positions = self.shape
-        if len(flat) != n_rows * n_positions:
-            if self.counted is not None:
-                require_one_per_token([site], {site.name: len(flat)}, n_rows * n_positions)
-            return flat, flat[:0]
-        at_first = flat.view(n_rows, n_positions, -1)[:, 0]
-        if self.counted is None:
-            return flat, at_first
-        counted = self.counted.to(flat.device)
-        return flat[counted.flatten()], at_first[counted[:, 0]]
 
     def grams(self, n_tokens: int, double: bool) -> Grams:
         """The means over so many tokens that count, in float64 or float32. Each sum goes as it is converted, so that at most one
@@ -320,15 +311,9 @@ def collect_pairs(
 ) -> dict[str, Pair]:
     """Site -> (G, C), float64 (d_in, d_in) means over tokens of h^T h and h^T g; memory does not grow with the tokens.
 
-    Args:
-        sites: of one stage.
-        replaced, dense: the tokens, and where runs take up, of the host as it is and of the dense host.
-        as_dense: inside it the host runs its own matrices.
-        dtype: of the products of one batch, "float32" or "float64"; those of a float64 host are float64.
-
-    Raises:
-        ValueError: an activation is not finite (site named).
-        UnsupportedHostError: a site that the host's forward never shows, or shows several times per token.
+    replaced, dense: the tokens, and where runs take up, of the host as it is and of the dense host; as_dense: inside it the host
+    runs its own matrices; dtype: of the products of one batch, "float32" or "float64" (of a float64 host always). Raises
+    ValueError: an activation is not finite (site named); UnsupportedHostError: a site that is never shown, or several times.
     """
     sums, counted, first_row = _Sums(dtype == "float64", share=False), None, 0
     crosses = {site.name: torch.zeros(site.d_in, site.d_in, dtype=torch.float64) for site in sites}

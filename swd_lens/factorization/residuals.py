@@ -46,13 +46,8 @@ class Residuals:
     """Residuals that enter block `layer`, for every batch of a stream; a context manager, whose files go at its end.
 
     Units that are attached or taken out before block `layer` after an `advance` are not seen any more: attach what belongs
-    there first, as sequential calibration does.
-
-    Args:
-        model: the host.
-        tokens: anything `swd_lens.tasks.streams.as_stream` takes.
-        batch_size: rows per forward.
-        folder: where the temporary folder is made; None = where the system makes them. What a killed process left there goes.
+    there first, as sequential calibration does. folder: where the temporary folder is made; None = where the system makes them.
+    What a killed process left there goes.
     """
 
     def __init__(self, model: Any, tokens: Any, batch_size: int = 16, folder: Path | None = None):
@@ -60,7 +55,8 @@ class Residuals:
         self.stream: TokenStream = as_stream(tokens, model)
         self.batch_size, self.layer = batch_size, 0
         self.why_not: str | None = None
-        self._parent, self._folder, self._kept = folder, None, None
+        self._parent = Path(tempfile.gettempdir()) if folder is None else folder
+        self._folder, self._kept = None, None
         self._files = ExitStack()  # the temporary folder's end
         self._row: Start | None = None  # of the first row alone, which is checked
         self._once: frozenset[str] = frozenset()  # sites of block `layer` that it has shown once, and no more
@@ -140,9 +136,7 @@ class Residuals:
 
     def _written(self, layer: int, stack: ExitStack) -> "tuple[_Kept, Start, frozenset[str]] | None":
         """Residuals that enter `layer`: of all batches in a new file, of the first row; and the sites that it has shown once.
-
-        None where it cannot be kept.
-        """
+        None where it cannot be kept."""
         new = row = None
         once: frozenset[str] = frozenset()
         try:
@@ -176,15 +170,11 @@ class Residuals:
             raise
         return None if new is None or row is None else (new, row, once)
 
-    def _made_in(self) -> Path:
-        return Path(tempfile.gettempdir()) if self._parent is None else self._parent
-
     def _temporary_folder(self) -> Path:
         if self._folder is None:
-            parent = self._made_in()
-            parent.mkdir(parents=True, exist_ok=True)
-            remove_remains(parent, _NAME)
-            self._folder = self._files.enter_context(workplace_beside(parent / _NAME, mode=0o700))
+            self._parent.mkdir(parents=True, exist_ok=True)
+            remove_remains(self._parent, _NAME)
+            self._folder = self._files.enter_context(workplace_beside(self._parent / _NAME, mode=0o700))
         return self._folder
 
     def _objection(self, row: Int[Tensor, "1 pos"], start: Start, resumed: "_Shown") -> str | None:
@@ -203,11 +193,10 @@ class Residuals:
 
     def _disk_too_small(self, needed: int, free: int) -> str:
         """Why nothing is kept, after a warning; bytes."""
-        n_tokens, folder = self.stream.n_tokens, self._made_in()
-        why = f"residuals of {n_tokens} tokens need {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are free"
+        why = f"residuals of {self.stream.n_tokens} tokens need {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are free"
         warn(
-            f"{why} in {legible(folder)}; calibration runs every block anew for each stage, which takes longer. Free some, set "
-            "TMPDIR to a larger disk, or give fewer tokens"
+            f"{why} in {legible(self._parent)}; calibration runs every block anew for each stage, which takes longer. Free some, "
+            "set TMPDIR to a larger disk, or give fewer tokens"
         )
         return why
 

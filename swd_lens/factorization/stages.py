@@ -80,8 +80,7 @@ def stages_of(sites: Sequence[Site], kind: str, gram_bytes: int = GRAM_BYTES) ->
 
         def input_of(site: Site) -> tuple[int, str]:
             kind = base_kind(site.kind)
-            same = next((kinds for kinds in (READS_ATTENTION_INPUT, _READS_MLP_INPUT) if kind in kinds), (kind,))
-            return site.layer, same[0]
+            return site.layer, next((kinds[0] for kinds in (READS_ATTENTION_INPUT, _READS_MLP_INPUT) if kind in kinds), kind)
 
         shared = [tuple(same) for _, same in groupby(sites, input_of)]
         return [stage for same in shared for stage in _with_room(same, gram_bytes)]
@@ -115,16 +114,10 @@ def with_room(sites: Sequence[Site], later: Sequence[Site]) -> list[Site]:
 class ReplacedHost:
     """A host in which the finished matrices are replaced, one after the other; a context manager that gives it back dense.
 
-    Args:
-        model: the host.
-        stream: calibration tokens; None for zero-data.
-        kind: of calibration.
-        batch_size: rows per forward.
-        keep: whether several stages follow, so that it pays to keep what enters the present block.
-        dtype: of the Grams, "float32" or "float64".
-        scratch: folder for what is kept; None: the system's temporary one.
-        weighed: matrices that will be calibrated and whose outputs are weighed, in order.
-        stands: how the host stands, where that is known (calibration_text.py).
+    kind: of calibration; stream: its tokens, None for zero-data; keep: whether several stages follow, so that it pays to keep
+    what enters the present block; dtype: of the Grams; scratch: folder for what is kept, None: the system's temporary one;
+    weighed: matrices that will be calibrated and whose outputs are weighed, in order; stands: how the host stands, where that is
+    known (calibration_text.py).
     """
 
     def __init__(
@@ -166,7 +159,7 @@ class ReplacedHost:
         self._attachments.append(attachment)
 
     def calibrate(self, sites: Sequence[Site], progress: bool = False) -> dict[str, Calibrated]:
-        """Calibrate the sites: see `_inputs` and `_outputs`."""
+        """Calibrate the sites: see `_inputs`; where outputs are weighed, with output Grams of the dense host."""
         calibrated = self._inputs(sites, progress)
         if not self._weighed:
             return calibrated
@@ -179,10 +172,8 @@ class ReplacedHost:
         return {name: replace(of_site, output_gram=outputs[name]) for name, of_site in calibrated.items()}
 
     def _inputs(self, sites: Sequence[Site], progress: bool = False) -> dict[str, Calibrated]:
-        """The sites' Grams, in one pass: behind what has been replaced, or, with dense calibration, in the dense host.
-
-        With corrected calibration also their targets, once something is replaced.
-        """
+        """The sites' Grams, in one pass: behind what has been replaced, or, with dense calibration, in the dense host. With
+        corrected calibration also their targets, once something is replaced."""
         layer = min(site.layer for site in sites)
         if self.kind == "corrected" and self._attachments:
             replaced = self._at(layer, "replaced")
@@ -206,16 +197,9 @@ class ReplacedHost:
                 known = self._known.collect(sites, progress)
                 if known is not None:
                     return {site.name: calibrated_by(known, site.name) for site in sites}
-            residuals = self._at(layer, "replaced") if self.keep else None
-            grams = collect_grams(
-                self.model,
-                sites,
-                self.stream,
-                batch_size=self.batch_size,
-                progress=progress,
-                dtype=self.dtype,
-                residuals=residuals,
-            )
+            how: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress, "dtype": self.dtype}
+            how["residuals"] = self._at(layer, "replaced") if self.keep else None
+            grams = collect_grams(self.model, sites, self.stream, **how)
         warn_of_few_routed(sites, grams.n_routed, grams.n_tokens)
         return {site.name: calibrated_by(grams, site.name) for site in sites}
 

@@ -104,11 +104,8 @@ def factorize(
     shrinkage: float,
     on_iteration: OnIteration | None = None,
 ) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
-    """Read and write factor of a validated weight, in its dtype; gram None means G = I.
-
-    Raises:
-        GramError: G is not positive semi-definite.
-    """
+    """Read and write factor of a validated weight, in its dtype; gram None means G = I. Raises GramError: G is not positive
+    semi-definite."""
     metric, target, scale = Metric.scaled(weight, gram, shrinkage)
     if spec.rho_end == AUTO:
         sparsity, least_share = 1 - budget.total / target.numel(), min(budget.square, budget.other) / budget.total

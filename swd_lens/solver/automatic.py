@@ -103,9 +103,7 @@ def automatic_rho_end(sparsity: float, least_share: float, shrinkage: float, *, 
     with .45; by .3 1.03 with .4. mlp_out from its inputs (.03 of K) at s = .5: 1.03 with .4. Without a Gram .7 has .994 of the
     error of .8 at s = .5, 1.001 of it at .75. The embedded model at s = .5: .973 with .4.
 
-    Args:
-        least_share: of K, that the factor of fewer entries has.
-        shrinkage: of the Gram; without one it does not matter.
+    least_share: of K, that the factor of fewer entries has; shrinkage: of the Gram; without one it does not matter.
     """
     lower, upper = RHO_END_CALIBRATED if calibrated else RHO_END_ZERO_DATA
     trusted_less = shrinkage / MOST_SHRINKAGE if calibrated else 0.0

@@ -59,8 +59,7 @@ def edges(d_in: int, d_out: int, sparsity: float | int) -> int:
 def plan_shares(d_in: int, d_out: int, sparsity: float | int, units: int, spec: AnnealSpec) -> Budget:
     """Split K, or all that the units can hold, between the factors: at least one entry per unit and factor. Raises
     BudgetError: K < 2 units; names the largest feasible sparsity and number of units."""
-    n, total = spec.coordinates(d_in, d_out), edges(d_in, d_out, sparsity)
-    _require_edges_for(units, d_in, d_out, sparsity)
+    n, total = spec.coordinates(d_in, d_out), edges_for(units, d_in, d_out, sparsity)
     automatic = n**2 / (2 * (n**2 + total)) if spec.basis == "paper" else NAMED_SIDE_SHARE
     share = automatic if isinstance(spec.square_share, str) else float(spec.square_share)
     wanted = min(max(int(total * share), units), n * units)
@@ -69,17 +68,11 @@ def plan_shares(d_in: int, d_out: int, sparsity: float | int, units: int, spec: 
     return Budget(square, total - square)
 
 
-def plan_pruned(d_in: int, d_out: int, sparsity: float | int) -> int:
-    """K of a matrix that is pruned, or whose singular vectors are. Raises BudgetError: below 2, which no unit can live on."""
-    _require_edges_for(1, d_in, d_out, sparsity)
-    return edges(d_in, d_out, sparsity)
-
-
-def _require_edges_for(units: int, d_in: int, d_out: int, sparsity: float | int) -> None:
-    """Raise BudgetError where K has no read and write edge for each of so many units."""
+def edges_for(units: int, d_in: int, d_out: int, sparsity: float | int) -> int:
+    """K, of a matrix with so many units. Raises BudgetError where it has no read and write edge for each of them."""
     numel, total = d_in * d_out, edges(d_in, d_out, sparsity)
     if total >= 2 * units:
-        return
+        return total
     feasible = math.floor((1 - 2 * units / numel) * 10_000) / 10_000
     advice = f"the largest feasible sparsity is {feasible:.4f}" if feasible > 0 else "no sparsity is feasible"
     alternative = f", or give units={total // 2}" if total >= 2 else ""

@@ -60,12 +60,8 @@ def factorize(
     spec: DsfSpec,
     on_iteration: OnIteration | None = None,
 ) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
-    """Read and write factor of a validated float32 weight; gram None means G = I.
-
-    Raises:
-        GramError: G is not positive semi-definite.
-        WeightError: so many entries of W tie that a factor became empty.
-    """
+    """Read and write factor of a validated float32 weight; gram None means G = I. Raises GramError: G is not positive
+    semi-definite; WeightError: so many entries of W tie that a factor became empty."""
     scale = _scale(weight, spec)
     target = weight if scale == 1.0 else weight / scale
     if gram is not None and (gram_scale := _scale(gram.diagonal(), spec)) != 1.0:

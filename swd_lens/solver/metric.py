@@ -114,10 +114,8 @@ def require_positive(matrix: InputGram, name: str = "gram") -> None:
 
 
 def power_of_two(values: Float[Tensor, "*shape"]) -> float:
-    """2^e such that the largest magnitude, divided by it, lies in [1, 2); 1 for the identity.
-
-    Bounded to 2^±100: its inverse must be a float32, too.
-    """
+    """2^e such that the largest magnitude, divided by it, lies in [1, 2); 1 for the identity. Bounded to 2^±100: its inverse must
+    be a float32, too."""
     exponent = math.frexp(float(values.abs().max()))[1] - 1
     return 2.0 ** max(min(exponent, 100), -100)
 
@@ -128,18 +126,20 @@ _TILE = 2**21  # entries of relmse_of's columns at a time
 def relmse_of(
     read: Read, write: Write, dense: Dense, gram: InputGram | None = None, *, without: Float[Tensor, "_vector d_in"] | None = None
 ) -> float:
-    """`Factors.relmse` of two factors and their dense matrix: tr(E^T G E) of the error over tr(W^T G W) of the matrix (paper §3).
-
-    By columns, so that no second dense matrix is made in float64.
-    """
+    """`Factors.relmse` of two factors and their dense matrix: tr(E^T G E) of the error over tr(W^T G W) of the matrix (paper §3),
+    by columns, so that no second dense matrix is made in float64."""
     # Large Grams, and those of corrected calibration, lie on the CPU whatever the host's device.
     metric = None if gram is None else gram.to(dense.device, torch.float64)
     read = read.double()
     lost = total = left_lost = left_total = dense.new_zeros((), dtype=torch.float64)
+
+    def energy(matrix: Float[Tensor, "d_in _some"]) -> Float[Tensor, ""]:  # tr(M^T G M)
+        return matrix.square().sum() if metric is None else (matrix * (metric @ matrix)).sum()
+
     for columns in torch.arange(dense.shape[1], device=dense.device).split(max(1, _TILE // len(dense))):
         target = dense[:, columns].double()
         error = target - read @ write[:, columns].double()
-        lost, total = lost + _energy(error, metric), total + _energy(target, metric)
+        lost, total = lost + energy(error), total + energy(target)
         if without is not None:
             left_out = without.double().to(dense.device)
             left_lost = left_lost + (left_out @ error).square().sum()
@@ -147,8 +147,3 @@ def relmse_of(
     if total - left_total > 1e-7 * total:  # else rounding is all that is left
         lost, total = (lost - left_lost).clamp(min=0), total - left_total
     return float(lost / total)
-
-
-def _energy(matrix: Float[Tensor, "d_in some"], gram: InputGram | None) -> Float[Tensor, ""]:
-    """Compute tr(M^T G M)."""
-    return matrix.square().sum() if gram is None else (matrix * (gram @ matrix)).sum()

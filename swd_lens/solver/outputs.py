@@ -34,14 +34,9 @@ def refit(
     output_gram: Float[Tensor, "d_out d_out"],
     shrinkage: tuple[float, float],
 ) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
-    """Read and write factor with the nonzeros where they were, all in the weight's dtype.
-
-    Args:
-        gram, output_gram: validated second moments of inputs and of gradients, at any scale; gram None means G = I.
-        shrinkage: of the two, towards the identity.
-
-    Raises GramError: G or H is not positive semi-definite.
-    """
+    """Read and write factor with the nonzeros where they were, all in the weight's dtype. gram, output_gram: validated second
+    moments of inputs and of gradients, at any scale, gram None means G = I; shrinkage: of the two, towards the identity. Raises
+    GramError: G or H is not positive semi-definite."""
     require_positive(correlations(output_gram)[0], "output_gram")
     metric, target, scale = Metric.scaled(weight, gram, shrinkage[0])
     outputs = output_gram / output_gram.diagonal().mean()

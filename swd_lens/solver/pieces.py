@@ -151,10 +151,8 @@ class Blocks:
         unsure: Float[Tensor, "#corner #row #column"],
         least: int,
     ) -> Bool[Tensor, "corner row column"]:
-        """Entries that agree with the piece, in rows and columns of which enough does; none, where `least` are not reached.
-
-        The corner's own row and column agree with it always, and so say nothing of the others.
-        """
+        """Entries that agree with the piece, in rows and columns of which enough does; none, where `least` are not reached. The
+        corner's own row and column agree with it always, and so say nothing of the others."""
         agrees, worth = _agree(self.entries, reads[:, :, None] * writes[:, None, :], unsure)
         elsewhere = ~self.own_row[:, :, None] & ~self.own_column[:, None, :]
         counts = (agrees & elsewhere).to(worth)

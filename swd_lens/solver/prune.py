@@ -31,14 +31,8 @@ def factorize(
     shrinkage: float,
     on_iteration: OnIteration | None = None,
 ) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
-    """Read and write factor of a validated weight, in its dtype; gram None means G = I.
-
-    Args:
-        edges: K, of both factors together.
-
-    Raises:
-        GramError: G is not positive semi-definite.
-    """
+    """Read and write factor, of `edges` entries together, of a validated weight, in its dtype; gram None means G = I. Raises
+    GramError: G is not positive semi-definite."""
     at_output = spec.starts_at_output(*weight.shape)
     metric, target, scale = Metric.scaled(weight, gram, shrinkage)
     support = _support(target.abs(), edges, unit_dim=1 if at_output else 0).to(target.dtype)

@@ -41,11 +41,8 @@ def refine(
     steps: int,
     outputs: Float[Tensor, "d_out d_out"] | None = None,
 ) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
-    """Both factors after `rounds` turns of `steps` conjugate-gradient steps each; nonzeros stay where they were.
-
-    Args:
-        outputs: H, positive semi-definite; None = the identity.
-    """
+    """Both factors after `rounds` turns of `steps` conjugate-gradient steps each; nonzeros stay where they were. outputs: H,
+    positive semi-definite; None = the identity."""
 
     def weighed(rows: Matrix) -> Matrix:  # X H
         return rows if outputs is None else rows @ outputs
@@ -89,10 +86,8 @@ def conjugate_gradient(
     diagonal: Tensor,
     steps: int,
 ) -> Matrix:
-    """Steps towards the solution of operator(X) = rhs among the X on the support; `diagonal` is the operator's.
-
-    The operator may return the same buffer each time; it is written to.
-    """
+    """Steps towards the solution of operator(X) = rhs among the X on the support; `diagonal` is the operator's. The operator may
+    return the same buffer each time; it is written to."""
     floored = diagonal.clamp_min(TINY * float(diagonal.max()) or 1.0)
     preconditioner = torch.ones_like(floored) / floored  # what it is applied to is masked already
     residual = (rhs - operator(start)).mul_(support)

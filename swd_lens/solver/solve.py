@@ -26,7 +26,7 @@ from torch import Tensor
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.solver import anneal, dsf, outputs, prune, svd_prune
 from swd_lens.solver.automatic import automatic_shrinkage
-from swd_lens.solver.budget import Budget, plan_budget, plan_pruned, plan_shares
+from swd_lens.solver.budget import Budget, edges_for, plan_budget, plan_shares
 from swd_lens.solver.spec import AUTO, DEFAULT_PRESET, AnnealSpec, AnySpec, DsfSpec, OnIteration, PruneSpec, resolve
 from swd_lens.solver.support import first_largest
 from swd_lens.solver.validate import check_gram, check_sparsity, check_tokens, check_weight, resolve_units, sparsity_of
@@ -165,7 +165,7 @@ class _Problem:
         if isinstance(spec, DsfSpec):
             budget = plan_budget(d_in, d_out, self.sparsity, spec)
             return *dsf.factorize(target, gram, budget, spec, on_iteration), budget
-        kept = plan_pruned(d_in, d_out, self.sparsity)
+        kept = edges_for(1, d_in, d_out, self.sparsity)  # fewer no unit can live on
         if isinstance(spec, PruneSpec):
             return *prune.factorize(target, gram, kept, spec, shrinkage, on_iteration), None
         return *svd_prune.factorize(target, gram, kept, spec, shrinkage, on_iteration), None
@@ -175,20 +175,12 @@ class _Problem:
         nonzeros = int(read.count_nonzero()), int(write.count_nonzero())
         if budget is None:  # it was not settled beforehand
             budget = Budget(*(nonzeros[::-1] if self.spec.starts_at_output(*self.dense.shape) else nonzeros))
-        refit = {"output_gram": True, "refit_shrinkage": list(self.refit_shrinkage)} if refitted else {}
-        return {
-            "sparsity": float(self.sparsity),
-            "units": self.width,
-            "calibrated": self.gram is not None,
-            **self.spec.as_dict(),
-            "shrinkage": self.shrinkage,
-            "precision": "float64" if self.target.dtype == torch.float64 else "float32",
-            "budget_square": budget.square,
-            "budget_other": budget.other,
-            "nonzeros_read": nonzeros[0],
-            "nonzeros_write": nonzeros[1],
-            **refit,
-        }
+        settings = {"sparsity": float(self.sparsity), "units": self.width, "calibrated": self.gram is not None}
+        settings |= {**self.spec.as_dict(), "shrinkage": self.shrinkage}
+        settings |= {"precision": "float64" if self.target.dtype == torch.float64 else "float32"}
+        settings |= {"budget_square": budget.square, "budget_other": budget.other}
+        settings |= {"nonzeros_read": nonzeros[0], "nonzeros_write": nonzeros[1]}
+        return settings | ({"output_gram": True, "refit_shrinkage": list(self.refit_shrinkage)} if refitted else {})
 
 
 def canonical(

@@ -83,10 +83,8 @@ def main_directions(target: Dense, most: int) -> Float[Tensor, "d_in rank"]:
 
 
 def cut(read: Read, write: Write, edges: int) -> tuple[Read, Write]:
-    """The factors' `edges` entries that are worth most: an entry times the norm of the vector that it multiplies.
-
-    Each unit keeps its largest on either side, without which it could not take part in the alternation.
-    """
+    """The factors' `edges` entries that are worth most: an entry times the norm of the vector that it multiplies. Each unit keeps
+    its largest on either side, without which it could not take part in the alternation."""
     read_worth, write_worth = read.abs() * write.norm(dim=1), write.abs() * read.norm(dim=0)[:, None]
     for worth, dim in ((read_worth, 0), (write_worth, 1)):
         worth.scatter_(dim, first_largest(worth, dim), float("inf"))
@@ -106,10 +104,8 @@ def share_of_entries(basis: Float[Tensor, "coordinate rank"]) -> float:
 
 
 def sparsest_basis(basis: Float[Tensor, "coordinate rank"], search: Search = WHOLE) -> Float[Tensor, "rank rank"]:
-    """Coefficients, in an orthonormal basis, of the sparsest vectors that span the same; each vector has norm 1.
-
-    Fewer columns where the search ends before everything is spanned.
-    """
+    """Coefficients, in an orthonormal basis, of the sparsest vectors that span the same; each vector has norm 1. Fewer columns
+    where the search ends before everything is spanned."""
     rank = basis.shape[1]
     chosen, spanned = basis.new_zeros(rank, 0), basis.new_zeros(rank, 0)
     for turn in range(search.rounds):

@@ -375,14 +375,8 @@ DEFAULT_PRESET = "best"
 
 
 def resolve(preset: str, overrides: Mapping[str, Any]) -> AnySpec:
-    """The spec of a preset with some fields replaced.
-
-    Args:
-        preset: a key of `PRESETS`.
-        overrides: fields of the preset's spec and their values.
-
-    Raises SpecError: no such preset or field (the nearest and all valid names are listed), or a value outside its range.
-    """
+    """The spec of a preset with some fields replaced. Raises SpecError: no such preset or field (the nearest and all valid names
+    are listed), or a value outside its range."""
     if preset not in PRESETS:
         raise SpecError(f"no preset {quoted(preset)}; {nearest(preset, sorted(PRESETS))}")
     spec = PRESETS[preset]

@@ -106,10 +106,8 @@ def start(target: Float[Tensor, "d_in d_out"], units: int, budget: Budget, spec:
 
 
 def turned(short_long: Float[Tensor, "short long"], seed: int) -> Float[Tensor, "short short"]:
-    """An orthogonal matrix that turns coordinates in pairs: pairs and angles are drawn; of an odd number one stays.
-
-    Two nonzeros per direction: a budget that has room for units that mix has room for it.
-    """
+    """An orthogonal matrix that turns coordinates in pairs: pairs and angles are drawn; of an odd number one stays. Two nonzeros
+    per direction: a budget that has room for units that mix has room for it."""
     n = len(short_long)
     generator = torch.Generator().manual_seed(seed)
     first, second = torch.randperm(n, generator=generator)[: n // 2 * 2].view(2, -1)
@@ -145,11 +143,9 @@ def start_from_product(
 
 
 def is_product(target: Float[Tensor, "d_in d_out"], spec: AnnealSpec) -> bool:
-    """Whether rows and columns of a small matrix are sparse, as of a product of sparse factors, with noise or without.
-
-    Of each side the mean share (sum |w|)^2 / (n sum w^2), each vector by its sum of squares: inputs of great scale make a matrix
-    sparse, but not its rows.
-    """
+    """Whether rows and columns of a small matrix are sparse, as of a product of sparse factors, with noise or without. Of each
+    side the mean share (sum |w|)^2 / (n sum w^2), each vector by its sum of squares: inputs of great scale make a matrix sparse,
+    but not its rows."""
 
     def share(vectors: Matrix) -> float:
         return float(vectors.abs().sum(1).square().sum() / vectors.square().sum()) / vectors.shape[1]
@@ -170,11 +166,8 @@ def share_out(read: Block, write: Block, reads: int) -> None:
 
 
 def owners(short_long: Float[Tensor, "short long"], units: int) -> tuple[Int[Tensor, " unit"], Int[Tensor, " unit"]]:
-    """The short-side coordinate each unit starts from, and which of that coordinate's copies it is.
-
-    All coordinates get floor(units / n) copies, those of largest norm the remaining ones; the copies follow one another
-    in blocks of n.
-    """
+    """The short-side coordinate each unit starts from, and which of that coordinate's copies it is. All coordinates get
+    floor(units / n) copies, those of largest norm the remaining ones; the copies follow one another in blocks of n."""
     n = len(short_long)
     everyone = torch.arange(n, device=short_long.device)
     strongest = short_long.norm(dim=1).sort(descending=True, stable=True).indices[: units % n].sort().values

@@ -91,9 +91,7 @@ def first_largest(magnitude: Float[Tensor, "rows columns"], dim: int) -> Int[Ten
 def keep_above(
     magnitude: Float[Tensor, "rows columns"], k: int, out: Float[Tensor, "rows columns"] | None = None
 ) -> Bool[Tensor, "rows columns"] | Float[Tensor, "rows columns"]:
-    """The entries strictly above the k-th largest: k - 1 of them, fewer if some tie with it; a mask, or 1 and 0 in `out`.
-
-    With k above the number of entries all are kept. `out` may be the magnitudes' own buffer.
-    """
+    """The entries strictly above the k-th largest: k - 1 of them, fewer if some tie with it; a mask, or 1 and 0 in `out`, which
+    may be the magnitudes' own buffer. With k above the number of entries all are kept."""
     threshold = kth_largest(magnitude, k) if k <= magnitude.numel() else magnitude.new_tensor(-1.0)
     return torch.gt(magnitude, threshold, out=out)

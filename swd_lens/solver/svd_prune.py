@@ -12,7 +12,7 @@ The SVD is the best W = A B with few units, but its units are dense. This is wha
 """
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from swd_lens.solver.metric import Metric
@@ -31,14 +31,8 @@ def factorize(
     shrinkage: float,
     on_iteration: OnIteration | None = None,
 ) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
-    """Read and write factor of a validated weight, in its dtype; gram None means G = I. Unit i is of the i-th singular value.
-
-    Args:
-        edges: K, of both factors together.
-
-    Raises:
-        GramError: G is not positive semi-definite.
-    """
+    """Read and write factor, of `edges` entries together, of a validated weight, in its dtype; gram None means G = I. Unit i is
+    of the i-th singular value. Raises GramError: G is not positive semi-definite."""
     metric, target, scale = Metric.scaled(weight, gram, shrinkage)
     left, singular, right = torch.linalg.svd(weight / scale, full_matrices=False)
     root = torch.where(singular > ROUNDING * singular[0], singular, 0.0).sqrt()
@@ -73,7 +67,8 @@ def _support(
 
     # A unit's first entry on either side, as its place in the order; the later one comes with the earlier.
     places = torch.arange(len(order), device=order.device)
-    first_read, first_write = (_first(unit[side], places[side], n_units, len(order)) for side in (~is_write, is_write))
+    none = torch.full((n_units,), len(order), dtype=places.dtype, device=places.device)
+    first_read, first_write = (none.scatter_reduce(0, unit[side], places[side], "amin") for side in (~is_write, is_write))
     opens, partner = torch.minimum(first_read, first_write), torch.maximum(first_read, first_write)
     whole = partner < len(order)  # else one side has no entry of any worth
     cost = whole[unit].to(order.dtype)
@@ -89,9 +84,3 @@ def _support(
     kept = torch.zeros_like(worth, dtype=torch.bool)
     kept[order[chosen]] = True
     return kept[:n_read].view(read_worth.shape), kept[n_read:].view(write_worth.shape)
-
-
-def _first(unit: Int[Tensor, " entry"], places: Int[Tensor, " entry"], n_units: int, none: int) -> Int[Tensor, " unit"]:
-    """Least place of each unit's entries; `none` for a unit without any."""
-    first = torch.full((n_units,), none, dtype=places.dtype, device=places.device)
-    return first.scatter_reduce_(0, unit, places, "amin")

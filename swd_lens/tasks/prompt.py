@@ -37,17 +37,11 @@ class Prompt:
 
     @classmethod
     def of(cls, model: Any, given: Any, caller: str, *, prepend_bos: bool | None = None) -> "Prompt":
-        """Read one prompt.
+        """Read one prompt: a text, a list of messages with "role" and "content", or (pos,) token ids.
 
-        Args:
-            given: a text, a list of messages with "role" and "content", or (pos,) token ids.
-            caller: who asks, for messages of the tokenizer.
-            prepend_bos: of a text; None = as the host does it, as for tasks.
-
-        Raises:
-            TokenError: a text for a host without a tokenizer, a chat that cannot be made a text (see `as_text`), or ids that
-                are none (see `as_rows`).
-            TaskError: a BOS is asked of a tokenizer that has none.
+        caller: who asks, for messages of the tokenizer; prepend_bos: of a text, None = as the host does it, as for tasks. Raises
+        TokenError: a text for a host without a tokenizer, a chat that cannot be made a text (see `as_text`), or ids that are none
+        (see `as_rows`); TaskError: a BOS is asked of a tokenizer that has none.
         """
         return cls._read_all(model, [given], caller, prepend_bos)[0]
 
@@ -90,15 +84,12 @@ def is_chat(given: Any) -> bool:
 
 
 def as_text(model: Any, given: Any, prepend_bos: bool | None) -> Any:
-    """The text of a chat, by the tokenizer's chat template, up to where the assistant writes; anything else as it is.
+    """The text of a chat (mappings with "role" and "content"), by the tokenizer's chat template, up to where the assistant
+    writes; anything else as it is.
 
-    Templates print BOS themselves: where prompts begin with BOS anyway, it is taken off, so that there is one.
-
-    Args:
-        given: messages, each a mapping with "role" and "content"; or another prompt.
-        prepend_bos: whether BOS is put before prompts; None = as the host does it.
-
-    Raises TokenError: a host without a tokenizer, a tokenizer without a chat template, or messages that its template refuses.
+    Templates print BOS themselves: where prompts begin with BOS anyway (`prepend_bos`; None = as the host does it), it is taken
+    off, so that there is one. Raises TokenError: a host without a tokenizer, a tokenizer without a chat template, or messages
+    that its template refuses.
     """
     if not is_chat(given):
         return given

@@ -249,17 +249,11 @@ class TaskSplit:
         size = batch_size if self.metric is None else min(batch_size, max(1, CHUNK_BYTES // (4 * self.d_vocab)))
         batches = same_length([len(prompt) for prompt in self.tokens], lambda _: size)
         for rows in sorted(batches, key=lambda rows: len(self.tokens[rows[0]])):
-            yield Bucket(
-                torch.tensor(rows),
-                torch.stack([self.tokens[i] for i in rows]),
-                self._weights(self.answer_ids, rows),
-                self._weights(self.distractor_ids, rows),
-                self.token_ids,
-                self.d_vocab,
-                tuple(self.corrupt[i] if self.corrupt else None for i in rows),
-                tuple(self.examples[i] for i in rows),
-                self.metric,
-            )
+            tokens = torch.stack([self.tokens[i] for i in rows])
+            right, wrong = (self._weights(ids, rows) for ids in (self.answer_ids, self.distractor_ids))
+            corrupt = tuple(self.corrupt[i] if self.corrupt else None for i in rows)
+            about = (self.token_ids, self.d_vocab, corrupt, tuple(self.examples[i] for i in rows), self.metric)
+            yield Bucket(torch.tensor(rows), tokens, right, wrong, *about)
 
     def _weights(self, ids: Sequence[Sequence[int]], rows: list[int]) -> Float[Tensor, "batch answer"]:
         if self.token_ids is None:

@@ -118,11 +118,7 @@ class TokenStream:
 
     @property
     def n_counted(self) -> int:
-        """Positions that count; a pass finds it out, unless one has.
-
-        Raises:
-            TokenError: none does.
-        """
+        """Positions that count; a pass finds it out, unless one has. Raises TokenError: none does."""
         if self.counting.all:
             return self.n_tokens
         self._look_through()
@@ -252,15 +248,11 @@ class _Held(TokenStream):
 def as_stream(tokens: Any, model: Any, *, exclude: Any = None, attention_mask: Any = None) -> TokenStream:
     """Tokens of any form as a stream for a host.
 
-    Args:
-        tokens: (rows, pos) integers in a tensor, array or nested list, (pos,) for a single row: checked at once. A 2-D
-            `numpy.memmap`: its rows are read as they are needed. A `TokenStream`: checked in every pass.
-        model: the host.
-        exclude: "special", or ids: their positions do not count (counting.py); None: as the stream has it.
-        attention_mask: (rows, pos) of tokens in memory, 0 where they are padding, which does not count either.
-
-    Raises TokenError: see `swd_lens.tasks.text.as_rows`; an iterator, which can be gone through only once; or see
-    `swd_lens.tasks.counting`.
+    tokens: (rows, pos) integers in a tensor, array or nested list, (pos,) for a single row: checked at once; a 2-D
+    `numpy.memmap`: its rows are read as they are needed; a `TokenStream`: checked in every pass. exclude: "special", or ids:
+    their positions do not count (counting.py); None: as the stream has it. attention_mask: (rows, pos) of tokens in memory, 0
+    where they are padding, which does not count either. Raises TokenError: see `swd_lens.tasks.text.as_rows` and
+    `swd_lens.tasks.counting`; or an iterator, which can be gone through only once.
     """
     if attention_mask is not None and isinstance(tokens, TokenStream | Iterator | np.memmap):
         raise TokenError(

@@ -21,7 +21,7 @@ from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import TaskError, encodable, quoted, seen
 from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.tasks.generators.words import SPLITS
-from swd_lens.tasks.prompt import Prompt, as_text, decoded, is_chat
+from swd_lens.tasks.prompt import Prompt, as_text, decoded, is_chat, token_strings
 from swd_lens.tasks.split import Bucket, TaskExample, TaskSplit, Unusable
 from swd_lens.tasks.text import as_rows
 from swd_lens.tasks.tokenize import DUPLICATE, Collector, TaskTokenizer
@@ -232,10 +232,7 @@ class Task:
             location, ids = f"task {name!r}, prompt {i}", tuple(row.tolist())
             if ids in cases:
                 raise TaskError(f"{location}: {Unusable(DUPLICATE, 'the same ids')}")
-            answer = _single_ids(model, location, "an answer", right)
-            distractor = _single_ids(model, location, "a distractor", wrong)
-            _require_apart(location, answer, distractor)
-            cases[ids] = row, answer, distractor
+            cases[ids] = (row, *_sides(model, location, right, wrong))
         parts = _three_parts(name, list(cases.values()), validation_fraction, test_fraction, seed)
         train, validation, test = (
             split_of_ids(name, split, model, *zip(*part, strict=True)) for split, part in zip(SPLITS, parts, strict=True)
@@ -261,9 +258,7 @@ class Task:
             TokenError: see `swd_lens.tasks.prompt.Prompt`; or a prompt longer than the context.
         """
         read, location = Prompt.of(model, prompt, "of_prompt", prepend_bos=prepend_bos), "the prompt"
-        right = _single_ids(model, location, "an answer", answers)
-        wrong = _single_ids(model, location, "a distractor", distractors)
-        _require_apart(location, right, wrong)
+        right, wrong = _sides(model, location, answers, distractors)
         if read.text is not None:
             answer_texts, distractor_texts = (
                 tuple(t for t in (side if isinstance(side, list | tuple) else [side]) if isinstance(t, str))
@@ -282,13 +277,9 @@ def divided(
 ) -> tuple[list[TaskExample], list[TaskExample]]:
     """A training part in two: train and validation, each in the order that it had. No prompt is in both.
 
-    Args:
-        n: prompts of validation, at most a third of the different ones, at least one.
-        seed: of the shuffle whose last prompts they are.
-        where: names the part in an error.
-        kept: so many first examples stay in train, as long as the others are enough.
-
-    Raises TaskError: there is one prompt only.
+    n: prompts of validation, at most a third of the different ones, at least one; seed: of the shuffle whose last prompts they
+    are; where: names the part in an error; kept: so many first examples stay in train, as long as the others are enough. Raises
+    TaskError: there is one prompt only.
     """
     different = list(dict.fromkeys(example.prompt for example in examples))
     if len(different) < 2:
@@ -341,52 +332,43 @@ def split_of_ids(
     distractors: Sequence[tuple[int, ...]],
 ) -> TaskSplit:
     """A split of ids, whose texts are what the ids read."""
-
-    def texts(ids: tuple[int, ...]) -> tuple[str, ...]:
-        return tuple(decoded(model, [token]) for token in ids)
-
     examples = tuple(
-        TaskExample(decoded(model, prompt.tolist()), texts(right), texts(wrong), None, {"task": task})
-        for prompt, right, wrong in zip(prompts, answers, distractors, strict=True)
+        TaskExample(decoded(model, row.tolist()), token_strings(model, right), token_strings(model, wrong), None, {"task": task})
+        for row, right, wrong in zip(prompts, answers, distractors, strict=True)
     )
     return TaskSplit(name, examples, tuple(prompts), tuple(answers), tuple(distractors), int(model.cfg.d_vocab), task=task)
 
 
-def _single_ids(model: Any, location: str, role: str, given: Any) -> tuple[int, ...]:
-    """Ids of one prompt's answers or distractors, given as one or several texts or ids. Raises TaskError: none, one that is
-    not one token, or one outside the vocabulary."""
-    tokens = given.tolist() if isinstance(given, Tensor) else given
-    tokens = list(tokens) if isinstance(tokens, list | tuple) else [tokens]
-    ids: list[int] = []
+def _sides(model: Any, location: str, answers: Any, distractors: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids of one prompt's answers and of its distractors, given as one or several texts or ids. Raises TaskError: none, one that
+    is not one token, one outside the vocabulary, or one that is both."""
+    sides: list[tuple[int, ...]] = []
     try:
-        for token in tokens:
-            if isinstance(token, str):
-                token = TaskTokenizer(location, model, False).single(token, role)
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise Unusable(f"{role} is no token", f"{token!r}: give a text or an id")
-            if not 0 <= token < int(model.cfg.d_vocab):
-                raise Unusable(f"{role} is not in the vocabulary", f"id {token}, ids are 0 to {model.cfg.d_vocab - 1}")
-            ids.append(token)
-        if not ids:
-            raise Unusable("no answers or no distractors", f"{role} is asked for")
+        for role, given in (("an answer", answers), ("a distractor", distractors)):
+            tokens = given.tolist() if isinstance(given, Tensor) else given
+            tokens = list(tokens) if isinstance(tokens, list | tuple) else [tokens]
+            ids: list[int] = []
+            for token in tokens:
+                if isinstance(token, str):
+                    token = TaskTokenizer(location, model, False).single(token, role)
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise Unusable(f"{role} is no token", f"{token!r}: give a text or an id")
+                if not 0 <= token < int(model.cfg.d_vocab):
+                    raise Unusable(f"{role} is not in the vocabulary", f"id {token}, ids are 0 to {model.cfg.d_vocab - 1}")
+                ids.append(token)
+            if not ids:
+                raise Unusable("no answers or no distractors", f"{role} is asked for")
+            sides.append(tuple(dict.fromkeys(ids)))
+        if both := set(sides[0]) & set(sides[1]):
+            raise Unusable("an answer is also a distractor", f"id {min(both)}")
     except Unusable as why:
         raise TaskError(f"{location}: {why}") from None
-    return tuple(dict.fromkeys(ids))
-
-
-def _require_apart(location: str, right: tuple[int, ...], wrong: tuple[int, ...]) -> None:
-    if both := set(right) & set(wrong):
-        why = Unusable("an answer is also a distractor", f"id {min(both)}")
-        raise TaskError(f"{location}: {why}")
+    return sides[0], sides[1]
 
 
 class TaskBuilder:
-    """The three collectors of a task that is being made.
-
-    Args:
-        on_bad, metric: see `Task.from_prompts`.
-        repeats: a prompt may come again; else it is a duplicate, so that none is in two splits.
-    """
+    """The three collectors of a task that is being made. on_bad, metric: see `Task.from_prompts`; repeats: a prompt may come
+    again; else it is a duplicate, so that none is in two splits."""
 
     def __init__(
         self,
@@ -429,16 +411,16 @@ def _examples(
     right = [()] * n if answers is None else _listed(name, "answers", answers, n)
     wrong = [()] * n if distractors is None else _listed(name, "distractors", distractors, n)
     others = [None] * n if corrupt is None else _listed(name, "corrupt", corrupt, n)
-    return [
-        TaskExample(
-            _text(name, f"prompt {i}", texts[i]),
+    examples = []
+    for i in range(n):
+        text = _texts(name, f"prompt {i}", texts[i], one=True)[0]
+        answer, distractor = (
             _texts(name, f"answers of prompt {i}", right[i]),
             _texts(name, f"distractors of prompt {i}", wrong[i]),
-            None if others[i] is None else _text(name, f"corrupt prompt {i}", others[i]),
-            {"task": name},
         )
-        for i in range(n)
-    ]
+        other = None if others[i] is None else _texts(name, f"corrupt prompt {i}", others[i], one=True)[0]
+        examples.append(TaskExample(text, answer, distractor, other, {"task": name}))
+    return examples
 
 
 def _listed(name: str, what: str, values: Any, n: int | None = None) -> list[Any]:
@@ -452,15 +434,10 @@ def _listed(name: str, what: str, values: Any, n: int | None = None) -> list[Any
     return values
 
 
-def _text(name: str, what: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise TaskError(f"task {quoted(name)}: {what} must be a string, got {quoted(value)}")
-    return value
-
-
-def _texts(name: str, what: str, value: Any) -> tuple[str, ...]:
-    """One text, or several, as a tuple."""
-    texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
-    if texts is None or not all(isinstance(text, str) for text in texts):
-        raise TaskError(f"task {quoted(name)}: {what} must be a string or a list of strings, got {quoted(value)}")
+def _texts(name: str, what: str, value: Any, *, one: bool = False) -> tuple[str, ...]:
+    """One text, or several, as a tuple; with `one` a single text."""
+    texts = (value,) if isinstance(value, str) or one else tuple(value) if isinstance(value, Iterable) else (None,)
+    if not all(isinstance(text, str) for text in texts):
+        needed = "a string" if one else "a string or a list of strings"
+        raise TaskError(f"task {quoted(name)}: {what} must be {needed}, got {quoted(value)}")
     return texts

@@ -33,14 +33,9 @@ _HALVES = re.compile("[\ud800-\udfff]")  # lone surrogates: JSON can hold them, 
 
 
 class TaskTokenizer:
-    """A host's tokenizer as tasks need it; answers that come again and again are looked up once.
-
-    Args:
-        prepend_bos: whether prompts begin with BOS; None = as the host does it (encoding.py).
-
-    Raises:
-        TaskError: the host has no tokenizer, or a BOS is asked of a tokenizer that has none.
-    """
+    """A host's tokenizer as tasks need it; answers that come again and again are looked up once. prepend_bos: whether prompts
+    begin with BOS; None = as the host does it (encoding.py). Raises TaskError: the host has no tokenizer, or a BOS is asked of a
+    tokenizer that has none."""
 
     def __init__(self, task: str, model: Any, prepend_bos: bool | None = None):
         if model.tokenizer is None:
@@ -117,24 +112,19 @@ class TaskTokenizer:
 
 
 class Collector:
-    """Keeps the usable examples of one split.
+    """Keeps the usable examples of one split, "train", "validation" or "test".
 
-    Args:
-        split: "train", "validation" or "test".
-        tokenizer: of the host.
-        seen: ids of prompts kept so far and how each reads, shared by the collectors of a task, so that none straddles;
-            None = duplicates are kept.
-        on_bad: "raise" or "drop".
-        metric: of the task; with one, answers and distractors are not looked at.
+    seen: ids of prompts kept so far and how each reads, shared by the collectors of a task, so that none straddles; None =
+    duplicates are kept. on_bad: "raise" or "drop". metric: with one, answers and distractors are not looked at.
     """
 
     def __init__(
         self,
         split: str,
         tokenizer: TaskTokenizer,
-        seen: dict[tuple[int, ...], str] | None = None,
-        on_bad: str = "drop",
-        metric: Callable[..., Any] | None = None,
+        seen: dict[tuple[int, ...], str] | None,
+        on_bad: str,
+        metric: Callable[..., Any] | None,
     ):
         if on_bad not in ("raise", "drop"):
             raise ValueError(f"on_bad must be 'raise' or 'drop', got {quoted(on_bad)}")
@@ -182,19 +172,9 @@ class Collector:
             hint = ". Answers and distractors must be single tokens (paper, app. A.4)" if "not one token" in reasons else ""
             raise TaskError(f"task {quoted(task)} has no usable {name} example with this tokenizer: {reasons}{hint}")
         examples, tokens, answers, distractors, corrupt = zip(*self.kept, strict=True)
-        return TaskSplit(
-            name,
-            examples,
-            tokens,
-            answers,
-            distractors,
-            self.tokenizer.d_vocab,
-            dict(dropped),
-            task,
-            corrupt,
-            self.metric,
-            vocabulary=vocabulary_hash(self.tokenizer.tokenizer),
-        )
+        columns = (examples, tokens, answers, distractors)
+        about = (self.tokenizer.d_vocab, dict(dropped), task, corrupt, self.metric)
+        return TaskSplit(name, *columns, *about, vocabulary=vocabulary_hash(self.tokenizer.tokenizer))
 
     def _tokenize(self, example: TaskExample) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], Tensor | None]:
         texts = (example.prompt, example.corrupt or "", *example.answers, *example.distractors)

@@ -38,15 +38,8 @@ _PASSES = 2  # of a training; with fewer nothing would be read again
 
 
 class KeptActivations:
-    """Inputs and outputs of a site in the dense host, of rows of one text.
-
-    Args:
-        folder: where the file lies.
-        name: of the file, where others are to find it.
-
-    Raises:
-        OSError: the disk has no room for it.
-    """
+    """Inputs and outputs of a site in the dense host, of rows of one text, in a file in `folder`; with a name others find it.
+    Raises OSError: the disk has no room for it."""
 
     def __init__(self, host: Host, site: Site, rows: Int[Tensor, "rows pos"], folder: Path, name: str | None = None):
         self.host, self.site, self.rows = host, site, rows
@@ -57,10 +50,12 @@ class KeptActivations:
             self.known: Any = np.zeros(len(rows), dtype=bool)
             with tempfile.TemporaryFile(dir=folder) as file:  # mapped, it lives on
                 self.values = _mapped(file, shape, np.float32)
-        else:
-            with _opened(folder / f"{name}.f32") as values, _opened(folder / f"{name}.rows") as known:
-                self.values = _mapped(values, shape, np.float32)
-                self.known = _mapped(known, (len(rows),), np.bool_)
+            return
+        paths = (folder / f"{name}.f32", folder / f"{name}.rows")
+        files = (os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") for path in paths)
+        with next(files) as values, next(files) as known:
+            self.values = _mapped(values, shape, np.float32)
+            self.known = _mapped(known, (len(rows),), np.bool_)
 
     def __call__(self, rows: Int[Tensor, "_rows pos"]) -> tuple[Float[Tensor, "token d_in"], Float[Tensor, "token d_out"]]:
         """Inputs and outputs at all positions of the rows, row after row."""
@@ -82,11 +77,6 @@ class KeptActivations:
         self.known[block] = True
 
 
-def _opened(path: Path) -> Any:
-    """A file to read and to write, made where it is not there yet."""
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
-
-
 def _mapped(file: Any, shape: tuple[int, ...], kind: type[np.generic]) -> np.memmap[Any, Any]:
     """Room of this shape in a file, zeros where nothing was written."""
     # Room that is reserved now: a disk that fills later cannot kill the process.
@@ -98,15 +88,11 @@ def _mapped(file: Any, shape: tuple[int, ...], kind: type[np.generic]) -> np.mem
 def kept_activations(
     host: Host, site: Site, rows: Rows, n_tokens: int, folder: Path | None, shared: Path | None = None
 ) -> KeptActivations | None:
-    """Activations that are kept, where that saves runs of the host; None where it does not, or they are too many.
+    """Activations that are kept, where that saves runs of the host; None where it does not, they are too many, or (with a
+    warning) the disk has no room for them.
 
-    Args:
-        n_tokens: that the training goes through.
-        folder: where the file lies; None: the system's temporary folder.
-        shared: where it lies for other trainings, too.
-
-    Warns:
-        UserWarning: the disk has no room for them.
+    n_tokens: that the training goes through; folder: where the file lies, None: the system's temporary folder; shared: where it
+    lies for other trainings, too.
     """
     in_text = rows.n_rows * rows.row_length
     needed = 4 * in_text * (site.d_in + site.d_out)

@@ -18,9 +18,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from swd_lens.base.errors import ResumeError
 from swd_lens.base.interrupted import reached
 from swd_lens.base.progress import tqdm
-from swd_lens.train.folder import Checkpoint, TrainingFolder
+from swd_lens.base.sealed import readable
+from swd_lens.train.folder import WHAT, Checkpoint, TrainingFolder
 from swd_lens.train.rows import Processes, Rows
 
 # What a step logs beside its loss: numbers, still on the device.
@@ -200,7 +202,7 @@ class Engine:
         if self.processes is not None:
             self.processes.wait()  # nobody may replace the checkpoint before everybody has read it
         tensors, self.step, self.lines = checkpoint.tensors, checkpoint.step, list(checkpoint.lines)
-        with checkpoint.readable():
+        with readable(checkpoint.path, WHAT, ResumeError):  # what the checkpoint names may have changed
             self.fit.load_state(tensors, checkpoint.values)
             for name, p in self.fit.parameters.items():
                 first, second = (tensors[f"{moment}.{name}"].to(p).view_as(p) for moment in ("first", "second"))

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from swd_lens.base.writer import HOLDER, LOCK, require_writable, writing
 from swd_lens.train.rows import Processes, launched
 
 RUN, LOG, CHECKPOINT = "run.json", "log.jsonl", "checkpoint.safetensors"
-_WHAT = "a training run"
+WHAT = "a training run"
 _KEY = ("checkpoint",)
 
 
@@ -45,44 +45,31 @@ class Checkpoint:
     values: Mapping[str, Any]
     lines: list[dict[str, Any]]
 
-    def readable(self) -> AbstractContextManager[None]:
-        """Turn whatever is raised in this block into a ResumeError: what the checkpoint names may have changed."""
-        return readable(self.path, _WHAT, ResumeError)
-
 
 class TrainingFolder:
-    """The folder of any training run: run.json, checkpoint.safetensors, log.jsonl, and whatever its result is.
+    """The folder of any training run, made by `opened`: run.json, checkpoint.safetensors, log.jsonl, and whatever its result is.
 
-    Args:
-        path: the folder, made by `opened`.
-        recipe: what decides the bits of the run that is called for; plain values.
-        call: the function that trains, as errors name it.
-        result: files that stand there at the end, beside the run's own.
+    recipe: what decides the bits of the run that is called for, plain values; call: the function that trains, as errors name it;
+    result: files that stand there at the end, beside the run's own.
     """
 
     def __init__(self, path: Path, recipe: Mapping[str, Any], call: str, result: Sequence[str]):
         self.path, self.call, self.result = path, call, tuple(result)
-        self._run = CallFile(path, RUN, recipe, what=_WHAT)
+        self._run = CallFile(path, RUN, recipe, what=WHAT)
         self.recipe: dict[str, Any] = self._run.settings
         self._log_digest = hashlib.sha256()
         self._saved = 0
 
     @contextmanager
     def opened(self, overwrite: bool, n_bytes: int = 0, processes: Processes | None = None) -> Iterator[bool]:
-        """Hold the folder while the block runs; a finished run is only read, and needs no hold.
+        """Hold the folder while the block runs (a finished run is only read); yields whether this very run is finished there.
 
-        Args:
-            overwrite: start again, in place of the run that the folder holds.
-            n_bytes: about how much will be written.
-            processes: where training is shared by several, the main one holds the folder. None: each process that a launcher
-                started trains for itself; the first has the folder, the others wait for it and find a finished run.
+        overwrite: start again, in place of the run that the folder holds; n_bytes: about how much will be written; processes:
+        where training is shared by several, the main one holds the folder. None: each process that a launcher started trains for
+        itself; the first has the folder, the others wait for it and find a finished run.
 
-        Yields: bool: whether this very run is finished there.
-
-        Raises:
-            ResumeError: it holds another run, something else, or a finished run whose files have changed.
-            FolderInUseError: another call holds it.
-            OSError: it cannot be written.
+        Raises ResumeError: it holds another run, something else, or a finished run whose files have changed; FolderInUseError:
+        another call holds it; OSError: it cannot be written.
         """
         if processes is None and overwrite and launched():
             raise TrainError(
@@ -120,15 +107,15 @@ class TrainingFolder:
                     f"{self.path} holds {', '.join(others)} without {RUN}: it is no folder of {self.call}. {HOW_TO_RESUME}"
                 )
             return False
-        with readable(self._run.path, _WHAT, ResumeError):
+        with readable(self._run.path, WHAT, ResumeError):
             if run["finished"]:
-                require_hashes(self.path, run["files"], _WHAT, ResumeError)
+                require_hashes(self.path, run["files"], WHAT, ResumeError)
             return bool(run["finished"])
 
     def outcome(self) -> dict[str, Any]:
         """The result as `end` was given it. Raises ResumeError: the run does not say."""
-        run = read_sealed(self._run.path, _WHAT, ResumeError)
-        with readable(self._run.path, _WHAT, ResumeError):
+        run = read_sealed(self._run.path, WHAT, ResumeError)
+        with readable(self._run.path, WHAT, ResumeError):
             return dict(run["result"])
 
     def checkpoint(self) -> Checkpoint | None:
@@ -137,12 +124,12 @@ class TrainingFolder:
         path = self.path / CHECKPOINT
         if not path.is_file():
             return None
-        tensors, values = self._run.read_tensors(path, _KEY, _WHAT)
-        with readable(path, _WHAT, ResumeError):
+        tensors, values = self._run.read_tensors(path, _KEY, WHAT)
+        with readable(path, WHAT, ResumeError):
             self._saved, log = int(values["step"]), values["log"]
         lines = [line for line in self.lines() if line["step"] <= self._saved]
         if log != hashlib.sha256(_text(lines)).hexdigest():
-            raise ResumeError(altered(self.path / LOG, f"the log of {_WHAT}"))
+            raise ResumeError(altered(self.path / LOG, f"the log of {WHAT}"))
         return Checkpoint(path, self._saved, tensors, values, lines)
 
     def kept(self, what: str) -> str:

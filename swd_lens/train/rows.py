@@ -27,12 +27,8 @@ from swd_lens.tasks.text import as_rows
 
 
 class Rows:
-    """Training or held-out text as rows of equal length.
-
-    Attributes:
-        stream: all rows, in the order given.
-        in_memory: all rows of a text in memory, which `batches` shuffles; None: a stream, which keeps its own order.
-    """
+    """Training or held-out text as rows of equal length, in the order given; those of a text in memory (else None) are shuffled
+    by `batches`, a stream keeps its own order."""
 
     def __init__(self, stream: TokenStream, in_memory: Int[Tensor, "rows pos"] | None):
         self.stream, self.in_memory = stream, in_memory

@@ -265,7 +265,7 @@ class Bar:
     def set_postfix_str(self, text, refresh):
         self.texts.append(text)
 
-    def close(self):
+    def __exit__(self, *error):
         self.closed = True
 
 

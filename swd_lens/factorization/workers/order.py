@@ -66,13 +66,9 @@ class Backend(Protocol):
 
 
 class Workers:
-    """Workers that solve tasks; made by `open_workers`.
-
-    Args:
-        backend: other processes; None: this one.
-        threads: of a solve in this process; None: those that torch is set to.
-        alone_here: whether a task without company is solved in this process, with all of its threads: a worker has a share.
-    """
+    """Workers that solve tasks; made by `open_workers`. backend: other processes, None: this one; threads: of a solve in this
+    process, None: those that torch is set to; alone_here: whether a task without company is solved in this process, with all of
+    its threads: a worker has a share."""
 
     def __init__(self, backend: Backend | None, threads: int | None, *, alone_here: bool = False):
         self._backend, self._threads, self._alone_here = backend, threads, alone_here

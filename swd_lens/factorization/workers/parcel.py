@@ -180,10 +180,8 @@ def _read(tasks: IO[bytes], inbox: "queue.SimpleQueue[Parcel]") -> None:
 
 
 def attempt(parcel: Parcel, device: str | None = None) -> tuple[str, Any]:
-    """("solved", parcel of the result) or ("failed", (error, its traceback as text)).
-
-    `device`: where to solve; None where the weight came from.
-    """
+    """("solved", parcel of the result) or ("failed", (error, its traceback as text)). device: where to solve; None: where the
+    weight came from."""
     try:
         return "solved", pack_solved(solve_task(unpack_task(parcel, device)))
     except Exception as error:

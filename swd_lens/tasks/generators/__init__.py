@@ -31,11 +31,8 @@ _TRIES = 500  # draws without a new prompt before we believe that there are no m
 
 
 def content_of(family: str) -> dict[str, str]:
-    """Split of a task ("train", "validation", "test") -> whose content its prompts have, as `generate` calls it.
-
-    The embedded model read the "train" content of its own families (FAMILIES), so a task of theirs has none of that; the other
-    families were in no training text of ours.
-    """
+    """Split of a task -> whose content its prompts have, as `generate` calls it. The embedded model read the "train" content of
+    its own families (FAMILIES), so a task of theirs has none of that; the others were in no training text of ours."""
     return dict(zip(SPLITS, (*TASK_PARTS, "test") if family in FAMILIES else SPLITS, strict=True))
 
 
@@ -90,11 +87,8 @@ def family_of(example: TaskExample) -> Family | None:
 
 
 def corrupts(example: TaskExample) -> Iterator[str]:
-    """Further corrupt prompts of a generated example, drawn like the one it has, the same ones every time.
-
-    Without end for ioi, gendered_pronoun and capital; none for the other families, whose corrupt prompts differ in other ways
-    than names.
-    """
+    """Further corrupt prompts of a generated example, drawn like the one it has, the same ones every time: without end for ioi,
+    gendered_pronoun and capital; none for the other families, whose corrupt prompts differ in other ways than names."""
     family = family_of(example)
     rng = random.Random(f"{example.meta.get('family')}/corrupt/{example.prompt}")
     while family is not None and family.corrupt is not None:
@@ -103,10 +97,7 @@ def corrupts(example: TaskExample) -> Iterator[str]:
 
 def variants(example: TaskExample) -> Iterator[TaskExample]:
     """Further examples of the same sentence about other people of its split, drawn the same way every time; answers change along.
-
-    Without end for ioi and gendered_pronoun; none for the other families, whose prompts have few templates, and for prompts that
-    are not of a family.
-    """
+    Without end for ioi and gendered_pronoun; none for families of few templates, and for prompts that are not of a family."""
     family = family_of(example)
     rng = random.Random(f"{example.meta.get('family')}/variant/{example.prompt}")
     while family is not None and family.variant is not None:

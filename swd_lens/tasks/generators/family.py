@@ -14,23 +14,15 @@ from swd_lens.tasks.split import TaskExample
 
 @dataclass(frozen=True)
 class Family:
-    """A task family.
+    """A task family."""
 
-    Attributes:
-        name: as `load_task` takes it.
-        sample: (rng, split, "seen" or "unseen") -> one prompt.
-        corrupt: (rng, example) -> another corrupt prompt of the example, with other names; None: it has only its own.
-        variant: (rng, example) -> the same sentence about other people of the split; None: there is none.
-        check: (example, TaskTokenizer): raises Unusable where this tokenizer cannot score the example, and TaskError where it
-            can score none of the family.
-        document: (rng, split) -> one complete text for the embedded model's training text.
-        trained: the family's place, from 1, among those that the embedded model was trained on; 0: it read none of it.
-    """
-
-    name: str
-    sample: Callable[[random.Random, str, str], TaskExample]
+    name: str  # as `load_task` takes it
+    sample: Callable[[random.Random, str, str], TaskExample]  # (rng, split, "seen" or "unseen") -> one prompt
+    # another corrupt prompt of the example, with other names; None: it has only its own
     corrupt: Callable[[random.Random, TaskExample], str] | None = None
+    # the same sentence about other people of the split; None: there is none
     variant: Callable[[random.Random, TaskExample], TaskExample] | None = None
+    # (example, TaskTokenizer): raises Unusable where this tokenizer cannot score the example, TaskError where none of the family
     check: Callable[[TaskExample, Any], None] | None = None
-    document: Callable[[random.Random, str], str] | None = None
-    trained: int = 0
+    document: Callable[[random.Random, str], str] | None = None  # a complete text of a split, for the embedded model's training
+    trained: int = 0  # the place, from 1, among the families that the embedded model was trained on; 0: it read none of it

@@ -127,20 +127,10 @@ def sample(rng: random.Random, split: str, templates: str) -> TaskExample:
     frame = _opener(rng, templates, opener, ("\0a", "\0b"), place, _other_object(rng, thing))
     frame += " " + ACTIONS[templates][action].format(s="\0s", object=thing)
     others = _unrelated(rng, split, pair)
-    return TaskExample(
-        prompt=_fill(frame, *pair, giver),
-        answers=(" " + receiver,),
-        distractors=(" " + giver,),
-        corrupt=_fill(frame, *others),
-        meta={
-            "family": FAMILY,
-            "split": split,
-            "template": f"{templates}-{opener}-{action}",
-            "order": "ABBA" if giver == pair[1] else "BABA",  # IO is A
-            "content": "|".join(sorted(pair)),
-            "content_2": f"{thing}|{place}",
-        },
-    )
+    meta = {"family": FAMILY, "split": split, "template": f"{templates}-{opener}-{action}"}
+    meta |= {"order": "ABBA" if giver == pair[1] else "BABA"}  # IO is A
+    meta |= {"content": "|".join(sorted(pair)), "content_2": f"{thing}|{place}"}
+    return TaskExample(_fill(frame, *pair, giver), (" " + receiver,), (" " + giver,), _fill(frame, *others), meta)
 
 
 def corrupt(rng: random.Random, example: TaskExample) -> str:

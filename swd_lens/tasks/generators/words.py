@@ -90,12 +90,8 @@ def loose_words(rng: random.Random, least: int, most: int) -> str:
 
 @functools.cache
 def split_of(kind: str, *key: str) -> str:
-    """The split that owns a piece of content: "test" for 15% of keys, "validation" for 10%, else "train".
-
-    Args:
-        kind: what the key is ("names", "object_place", "year", "arguments"): the kinds are split independently.
-        key: the content, in the order that identifies it.
-    """
+    """The split that owns a piece of content (`key`, in the order that identifies it): "test" for 15% of keys, "validation" for
+    10%, else "train". Kinds ("names", "object_place", "year", "arguments") are split independently."""
     return owners_of(kind, *key)[0]
 
 
@@ -144,11 +140,8 @@ def next_arguments(split: str, argument: str) -> tuple[str, ...]:
 
 @functools.cache
 def pronoun_names(split: str, gender: str) -> tuple[str, ...]:
-    """The names of one gender ("she" or "he") that tag questions of `split` may be about.
-
-    By list position, not by hash, so that both genders give the same number: 7 test, 5 validation (3 train a task, 2 are its
-    validation), 36 train names each.
-    """
+    """The names of one gender ("she" or "he") that tag questions of `split` may be about: by list position, not by hash, so that
+    both genders give the same number, 7 test, 5 validation (3 train a task, 2 are its validation), 36 train names each."""
     names = FEMALE if gender == "she" else MALE
     test = ("test",)
     owners = {3: test, 9: test, 15: test, 6: ("validation", TASK_PARTS[0]), 12: ("validation", TASK_PARTS[1])}

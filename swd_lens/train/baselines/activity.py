@@ -45,19 +45,10 @@ class Activity(Record):
         """One row per site; "dense" counts units at work at half of the tokens or more, "rare" at less than one in 1,000."""
         rows = []
         for site, counts in self.counts.items():
-            share, n = counts.double() / self.tokens, len(counts)
-            rows.append(
-                {
-                    "site": site,
-                    "units": n,
-                    "L0": self.l0(site),
-                    "dead": len(self.dead(site)),
-                    "dead share": len(self.dead(site)) / n,
-                    "rare": int(((share > 0) & (share < 1e-3)).sum()),
-                    "dense": int((share >= 0.5).sum()),
-                    "tokens": self.tokens,
-                }
-            )
+            share, n, dead = counts.double() / self.tokens, len(counts), len(self.dead(site))
+            row = {"site": site, "units": n, "L0": self.l0(site), "dead": dead, "dead share": dead / n}
+            row |= {"rare": int(((share > 0) & (share < 1e-3)).sum()), "dense": int((share >= 0.5).sum())}
+            rows.append(row | {"tokens": self.tokens})
         return pd.DataFrame(rows)
 
     def plot(self):

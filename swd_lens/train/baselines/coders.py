@@ -12,6 +12,7 @@ Its units are the features after the ReLU.
 """
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -30,6 +31,7 @@ class Coder(nn.Module):
 
     def __init__(self, d_in: int, d_out: int, spec: TrainSpec):
         super().__init__()
+        self.spec: Any = spec
         width = spec.units(d_in, d_out)
         self.W_enc = nn.Parameter(torch.empty(d_in, width, dtype=torch.float32))
         self.W_dec = nn.Parameter(torch.empty(width, d_out, dtype=torch.float32))
@@ -73,7 +75,7 @@ class Transcoder(Coder):
 
     def __init__(self, d_in: int, d_out: int, spec: TranscoderSpec):
         super().__init__(d_in, d_out, spec)
-        self.spec, width = spec, self.W_enc.shape[1]
+        width = self.W_enc.shape[1]
         self.b_enc = nn.Parameter(torch.empty(width, dtype=torch.float32))
         self.b_dec = nn.Parameter(torch.empty(d_in, dtype=torch.float32))
         self.b_out = nn.Parameter(torch.empty(d_out, dtype=torch.float32))
@@ -81,7 +83,6 @@ class Transcoder(Coder):
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
-        """The random start; biases 0."""
         self.W_enc.copy_(_kaiming_uniform(self.W_enc, generator))
         self.W_dec.copy_(nn.functional.normalize(_kaiming_uniform(self.W_dec, generator), dim=1))
         for bias in (self.b_enc, self.b_dec, self.b_out, self.silent):
@@ -89,16 +90,13 @@ class Transcoder(Coder):
 
     @torch.no_grad()
     def begin(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"]) -> None:
-        """The part of the start that data decide, from the first batch."""
         for bias, of in ((self.b_dec, x), (self.b_out, y)):
             bias.copy_(geometric_median(of) if self.spec.start == "median" else of.mean(0))
 
     def encode(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch unit"]:
-        """z = relu((x - b_dec) W_enc + b_enc)."""
         return torch.relu((x - self.b_dec) @ self.W_enc + self.b_enc)
 
     def decode(self, z: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch d_out"]:
-        """z W_dec + b_out: the site's output, its bias included."""
         return z @ self.W_dec + self.b_out
 
     def loss(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"], step: int) -> tuple[Tensor, Logged]:
@@ -122,13 +120,11 @@ class Transcoder(Coder):
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Decoder rows to norm 1."""
         if self.spec.unit_decoder:
             self.W_dec.copy_(nn.functional.normalize(self.W_dec, dim=1))
 
     @torch.no_grad()
     def adjust_gradients(self) -> None:
-        """Takes the part of each decoder row's gradient along the row out of it."""
         if self.spec.unit_decoder and self.W_dec.grad is not None:
             along = (self.W_dec.grad * self.W_dec).sum(1, keepdim=True)
             self.W_dec.grad -= along * self.W_dec
@@ -163,14 +159,8 @@ def ghost_loss(
     - the factor of 2 is one for the batch, not one per entry;
     - b_dec is held: moving, it shifts all features, and more of them died than without the term (on the embedded model).
 
-    Args:
-        before: what the ReLU gets, of the dead features.
-        write: their rows of W_dec.
-        residual: target - output.
-        error: the reconstruction error of the batch.
-        loss: "mse" or "normed", as of `reconstruction_loss`.
-
-    Returns: error's value; 0 where no feature is dead.
+    before: what the ReLU gets, of the dead features; write: their rows of W_dec; residual: target - output; error: the batch's
+    reconstruction error, whose value the term has (0 where no feature is dead); loss: as of `reconstruction_loss`.
     """
     residual, error = residual.detach(), error.detach()
     if before.shape[1] == 0:

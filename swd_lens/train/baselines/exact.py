@@ -24,7 +24,7 @@ from swd_lens.base.surroundings import with_torch_defaults
 from swd_lens.factorization.calibration_text import grams_of
 from swd_lens.factorization.factorize import factorize, stamp
 from swd_lens.factorization.gradients import collect_output_grams
-from swd_lens.hosts import Host, find_sites, host_of
+from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import Ends, Pattern, Site, Span, side_of_units
 from swd_lens.train.baselines.fits import bias_of
 from swd_lens.units import CoderUnits, described, require_detached
@@ -257,11 +257,9 @@ class Channels(nn.Module):
             self.register_buffer(name, t.detach().clone())
 
     def encode(self, x: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch unit"]:
-        """The channels themselves."""
         return x
 
     def decode(self, z: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch d_out"]:
-        """z W_dec + b_out."""
         return z @ self.W_dec + self.b_out
 
 
@@ -284,27 +282,20 @@ def channels_of(model: Any, sites: Pattern = "mlp_out") -> dict[str, CoderUnits]
     host, matrices = host_of(model), find_sites(model, sites)
     if other := [site.name for site in matrices if site.kind != "mlp_out"]:
         raise ValueError(f"channels are units of mlp_out, not of {', '.join(other)}; sites='mlp_out' names every layer's")
-    return {site.name: _channels(host, site) for site in matrices}
-
-
-def _channels(host: Host, site: Site) -> CoderUnits:
-    of_layer = [each for each in host.sites() if each.layer == site.layer and each.kind.startswith("mlp")]
-    token = torch.zeros(1, 1, dtype=torch.int64)
-    written = (host.weight(site) != 0).sum(1)
-    read, biased = torch.zeros_like(written), torch.zeros_like(written)
-    possible = site.d_out
-    for reader in of_layer:
-        if reader != site:
-            read += (host.weight(reader) != 0).sum(0)
-            biased += bias_of(host, reader, token) != 0
-            possible += reader.d_in + 1
-    edges, valid = read + written + biased, (read > 0) & (written > 0)
-    coder = Channels(host.weight(site), bias_of(host, site, token), edges, valid, possible)
-    provenance = {
-        **described(host, site),
-        "method": "channels",
-        "site": site.name,
-        "swd_lens": __version__,
-        "model": str(host.model.cfg.model_name),
-    }
-    return CoderUnits(coder, site.d_in, site.d_out, site.d_in, name="channels", provenance=provenance)
+    units = {}
+    for site in matrices:
+        token = torch.zeros(1, 1, dtype=torch.int64)
+        written = (host.weight(site) != 0).sum(1)
+        read, biased = torch.zeros_like(written), torch.zeros_like(written)
+        possible = site.d_out
+        for reader in host.sites():
+            if reader.layer == site.layer and reader.kind.startswith("mlp") and reader != site:
+                read += (host.weight(reader) != 0).sum(0)
+                biased += bias_of(host, reader, token) != 0
+                possible += reader.d_in + 1
+        edges, valid = read + written + biased, (read > 0) & (written > 0)
+        coder = Channels(host.weight(site), bias_of(host, site, token), edges, valid, possible)
+        provenance = {**described(host, site), "method": "channels", "site": site.name, "swd_lens": __version__}
+        provenance["model"] = str(host.model.cfg.model_name)
+        units[site.name] = CoderUnits(coder, site.d_in, site.d_out, site.d_in, name="channels", provenance=provenance)
+    return units

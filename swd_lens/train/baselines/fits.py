@@ -36,12 +36,7 @@ _WHILE_TRAINING = "while a baseline is trained on this host: it stands for the w
 
 
 class CoderFit(Fit):
-    """Coders in training. Settings are those of the first.
-
-    Args:
-        coders: the kind of a site -> its coder.
-        trajectory: where weights are kept.
-    """
+    """Coders in training (the kind of a site -> its coder), with the settings of the first; weights are kept in `trajectory`."""
 
     def __init__(self, coders: Mapping[str, Any], trajectory: Trajectory):
         self.coders, self.trajectory = nn.ModuleDict(coders), trajectory
@@ -92,12 +87,8 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class LocalFit(CoderFit):
-    """See the module's docstring, point 1.
-
-    Args:
-        first: the rows of the first step, by which the coder begins.
-        kept: activations that are run once; None: each batch is run.
-    """
+    """See the module's docstring, point 1. first: the rows of the first step, by which the coder begins; kept: activations that
+    are run once, None: each batch is run."""
 
     def __init__(
         self,
@@ -182,13 +173,8 @@ class _Masked(nn.Module):
 
 
 class HostFit(CoderFit):
-    """See the module's docstring, point 2.
-
-    Args:
-        host: whose parameters are left as they are.
-        site: what is replaced, a matrix or a whole MLP.
-        parts: the matrices of it, in execution order, with their components.
-    """
+    """See the module's docstring, point 2. site: what is replaced, a matrix or a whole MLP; parts: its matrices, in execution
+    order, with their components."""
 
     def __init__(self, host: Host, site: Site, parts: dict[Site, Vpd], trajectory: Trajectory):
         super().__init__({part.kind: vpd for part, vpd in parts.items()}, trajectory)
@@ -211,9 +197,10 @@ class HostFit(CoderFit):
         if self.spec.fidelity == "recon":  # squared error of the site's output under the importance masks
             with torch.no_grad():
                 start = Start(self.site.layer, self.host.residual(rows, self.site.layer))
-                target = self._output(rows, start)
+                how: dict[str, Any] = {"outputs": [self.site], "start": start, "keep": Tensor.float, "gradient": True}
+                target = record(self.host, rows, **how).outputs[self.site.name]
             self._mask([Masking() for _ in self.mounted])
-            error = (self._output(rows, start) - target).square().mean()
+            error = (record(self.host, rows, **how).outputs[self.site.name] - target).square().mean()
             return total_loss(error, self._unmask(), self.vpds, step)
         self.draws.begin(step, tuple(rows.shape))
         with torch.no_grad():
@@ -246,10 +233,6 @@ class HostFit(CoderFit):
         if self.persistent is not None:
             self.persistent.load_state(_under("fit.", tensors))
 
-    def _output(self, rows: Tensor, start: Start) -> Float[Tensor, "_rows pos d_out"]:
-        seen = record(self.host, rows, outputs=[self.site], start=start, keep=Tensor.float, gradient=True)
-        return seen.outputs[self.site.name]
-
     def _stochastic(self, rows: Int[Tensor, "_rows pos"], dense: Tensor) -> tuple[Tensor, list[Tensor]]:
         """KL under drawn masks: of all matrices together, of one at a time, averaged, or of some at each position."""
         shape, routing, n = tuple(rows.shape), self.spec.routing, len(self.mounted)
@@ -270,8 +253,7 @@ class HostFit(CoderFit):
     ) -> tuple[Float[Tensor, ""], list[Tensor]]:
         """KL(dense || masked), mean over positions, matrices without sources dense; and the others' raw importances. dense:
         the dense host's run, see `Predictions.run`."""
-        routed = [None for _ in sources] if routes is None else routes
-        each = zip(sources, self.draws.noise, routed, strict=True)
+        each = zip(sources, self.draws.noise, routes or [None for _ in sources], strict=True)
         self._mask([None if source is None else Masking(source, noise, route) for source, noise, route in each])
         try:
             masked = self.predictions.run(rows)

@@ -123,8 +123,7 @@ class Persistent:
     def after_backward(self, step: int) -> None:
         """Called when the loss with those sources has its gradients."""
         # The loss has this KL times its weight; the moments are of the KL itself, whichever pass a gradient is from.
-        gradients = [s.grad / self.spec.adversarial for s in self.current if s.grad is not None]
-        self._ascend(gradients, step)
+        self._ascend([s.grad / self.spec.adversarial for s in self.current if s.grad is not None], step)
 
     def rate(self, step: int) -> float:
         """The learning rate of a training step, counted from 1."""

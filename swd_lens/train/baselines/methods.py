@@ -7,7 +7,7 @@
 4. The result is a `LearnedUnits`, which everything that takes factors takes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.train.activations import kept_activations
 from swd_lens.train.baselines.fits import CoderFit, HostFit, LocalFit, bias_of
-from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, TrainSpec, VpdSpec, recipe
+from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, TrainSpec, recipe
 from swd_lens.train.baselines.units import INDEX, LearnedUnits, Trajectory, coders_of, forget, write_index
 from swd_lens.train.engine import Engine
 from swd_lens.train.folder import TrainingFolder, require_possible
@@ -102,10 +102,8 @@ def transcoder(
         FolderInUseError, OSError: another call writes `out`, or it cannot be written, or the disk is full.
         ValueError: the host is in training mode and has dropout.
     """
-    replaced = _single_site(model, site)
-    spec = recipe(TRANSCODERS, preset, replaced.kind).changed(settings)
     how = Options(keep, out, overwrite, checkpoint_every, progress, activations)
-    return train_units("transcoder", model, replaced, tokens, spec, how)
+    return train_units("transcoder", model, *_asked(model, site, TRANSCODERS, preset, settings), tokens, how)
 
 
 @says_when_interrupted
@@ -138,11 +136,8 @@ def vpd_recon(
     Raises:
         As `transcoder`.
     """
-    replaced = _single_site(model, site)
-    spec = recipe(VPD_RECONS, preset, replaced.kind).changed(settings)
-    _require_fidelity(spec, "recon", "vpd_recon")
     how = Options(keep, out, overwrite, checkpoint_every, progress, activations)
-    return train_units("vpd_recon_ci", model, replaced, tokens, spec, how)
+    return train_units("vpd_recon_ci", model, *_asked(model, site, VPD_RECONS, preset, settings, "recon"), tokens, how)
 
 
 @says_when_interrupted
@@ -176,14 +171,19 @@ def vpd_kl(
     Raises:
         As `transcoder`.
     """
-    replaced = _single_site(model, site)
-    spec = recipe(VPD_KLS, preset, replaced.kind).changed(settings)
-    _require_fidelity(spec, "kl", "vpd_kl")
     how = Options(keep, out, overwrite, checkpoint_every, progress)
-    return train_units("vpd_kl", model, replaced, tokens, spec, how)
+    return train_units("vpd_kl", model, *_asked(model, site, VPD_KLS, preset, settings, "kl"), tokens, how)
 
 
-def _single_site(model: Any, pattern: Pattern) -> Site:
+def _asked(
+    model: Any,
+    pattern: Pattern,
+    presets: Mapping[str, Any],
+    preset: str,
+    settings: Mapping[str, Any],
+    fidelity: str | None = None,
+) -> tuple[Site, Any]:
+    """The one site that is named, and the settings for it. fidelity: what the function that was called trains by."""
     sites = find_sites(model, pattern)
     if len(sites) != 1:
         some = ", ".join(site.name for site in sites[:4]) + (", ..." if len(sites) > 4 else "")
@@ -191,32 +191,29 @@ def _single_site(model: Any, pattern: Pattern) -> Site:
             f"{quoted(pattern)} names {len(sites)} sites ({some}); a baseline is trained on one: a matrix, or a whole MLP "
             "such as 'blocks.0.mlp'"
         )
-    return sites[0]
-
-
-def _require_fidelity(spec: VpdSpec, fidelity: str, function: str) -> None:
-    if spec.fidelity != fidelity:
-        other = {"kl": "vpd_kl", "recon": "vpd_recon"}[spec.fidelity]
-        raise TrainError(f"{function} trains fidelity={quoted(fidelity)}; for fidelity={quoted(spec.fidelity)} call {other}")
+    spec = recipe(presets, preset, sites[0].kind).changed(settings)
+    if fidelity is not None and spec.fidelity != fidelity:
+        this, other = ({"kl": "vpd_kl", "recon": "vpd_recon"}[each] for each in (fidelity, spec.fidelity))
+        raise TrainError(f"{this} trains fidelity={quoted(fidelity)}; for fidelity={quoted(spec.fidelity)} call {other}")
+    return sites[0], spec
 
 
 # ---------------------------------------------------------------------------------------------- the way of all three
 
 
-def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpec, how: Options) -> LearnedUnits:
-    """Train units for a site, or return those that the folder holds.
-
-    Args:
-        method: a name of units.py, `METHODS`.
-        model: the host.
-        site: what is replaced, a matrix or a whole MLP.
-        tokens: training text.
-        spec: of the method's settings.
-        how: see `transcoder`, which also says what is raised.
-    """
+def train_units(method: str, model: Any, site: Site, spec: TrainSpec, tokens: Any, how: Options) -> LearnedUnits:
+    """Train units of a method (units.py, `METHODS`) for a site, or return those that the folder holds. how: see `transcoder`,
+    which also says what is raised."""
     bounded("checkpoint_every", how.checkpoint_every, 1, error=TrainError)
     require_possible(how.out)
-    keep = kept_steps(spec, how.keep)
+    # Weights are kept after steps that reach the token counts asked for, or 1, 2, 4, ...; and after the last.
+    keep = frozenset({2**i for i in range(spec.steps.bit_length()) if 2**i <= spec.steps} | {spec.steps})
+    if how.keep is not None:
+        given = [how.keep] if isinstance(how.keep, int) else how.keep
+        counts = [n.item() if isinstance(n, np.generic) else n for n in given]
+        for count in counts:
+            bounded("keep (token counts)", count, 1, spec.steps * spec.tokens_per_step, error=TrainError)
+        keep = frozenset({-(-count // spec.tokens_per_step) for count in counts} | {spec.steps})
     rows = rows_of(tokens, model)
     warn_without_bos(model, rows.stream, "training tokens")
     n_rows = rows_for("tokens_per_step", spec.tokens_per_step, rows)
@@ -294,14 +291,3 @@ def _fit(
     shared = None if activations is None else Path(activations)
     kept = kept_activations(host, site, rows, spec.steps * spec.tokens_per_step, trajectory.folder, shared)
     return LocalFit(host, site, coders[site], trajectory, first, kept)
-
-
-def kept_steps(spec: TrainSpec, keep: Iterable[int] | int | None) -> frozenset[int]:
-    """Steps after which weights are kept: those that reach the token counts asked for, or 1, 2, 4, ...; and the last. Raises
-    TrainError: a count that is not positive, or beyond the budget."""
-    if keep is None:
-        return frozenset({2**i for i in range(spec.steps.bit_length()) if 2**i <= spec.steps} | {spec.steps})
-    counts = [keep] if isinstance(keep, int) else [n.item() if isinstance(n, np.generic) else n for n in keep]
-    for tokens in counts:
-        bounded("keep (token counts)", tokens, 1, spec.steps * spec.tokens_per_step, error=TrainError)
-    return frozenset({-(-tokens // spec.tokens_per_step) for tokens in counts} | {spec.steps})

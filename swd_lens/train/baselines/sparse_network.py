@@ -13,7 +13,6 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,16 +88,13 @@ def new_network(config: Any, seed: int) -> Any:
     return network
 
 
-def sketch(config: Any) -> Any:
-    """Make the network without its weights: shapes alone."""
+def require_rows(config: Any, density: float) -> int:
+    """The network's number of weights. Raises TrainError where a matrix at this density has no weight for every row: before
+    training, not in its midst."""
     from transformers import GPT2LMHeadModel
 
-    with torch.device("meta"):
-        return GPT2LMHeadModel(config)
-
-
-def require_rows(network: Any, density: float) -> None:
-    """Raise TrainError where a matrix at this density has no weight for every row: before training, not in its midst."""
+    with torch.device("meta"):  # shapes alone
+        network = GPT2LMHeadModel(config)
     for matrix in matrices(network):
         rows, columns = matrix.shape
         if density < 1 and (kept := budget(matrix.numel(), density)) < rows:
@@ -106,6 +102,7 @@ def require_rows(network: Any, density: float) -> None:
                 f"density {density:.4g} leaves {kept} weights of a matrix of {rows} rows of {columns}, and each row keeps "
                 "one; give a larger end_density, an earlier stop_after, or a wider model"
             )
+    return network.num_parameters()
 
 
 def matrices(network: Any) -> Iterator[Float[Tensor, "row column"]]:
@@ -129,12 +126,8 @@ def budget(numel: int, density: float) -> int:
 
 @torch.no_grad()
 def project_(matrix: Float[Tensor, "row column"], density: float) -> None:
-    """Zero all but the budget's largest entries, in place; each row (an output neuron, a token) keeps its largest.
-
-    The rows' largest entries come first, then the largest of the rest, so that the total stays floor(d numel).
-
-    Raises ValueError: the budget does not give every row one entry.
-    """
+    """Zero all but the budget's largest entries, in place: the largest of each row (an output neuron, a token), then the largest
+    of the rest. Raises ValueError: the budget does not give every row one entry."""
     if density >= 1:
         return
     keep = budget(matrix.numel(), density)
@@ -162,11 +155,15 @@ def save(network: Any, tokenizer: Any, with_bos: bool, folder: Path) -> list[str
     """The checkpoint folder; returns its files, relative to the folder above it. Other files that lie there are left alone.
     with_bos: whether the rows of the training text begin with BOS; the tokenizer's files say so to whoever loads them. Raises
     OSError: the disk is full, or the folder cannot be written."""
+    from transformers.utils import logging
+
     forget(folder)
     part = folder.with_name(f".{folder.name}.part")  # one name: what a kill left of it goes with the next
     shutil.rmtree(part, ignore_errors=True)
+    shown = logging.is_progress_bar_enabled()  # for a single file, too, whatever `progress` says
     try:
-        with naming(folder), _without_bars():
+        logging.disable_progress_bar()
+        with naming(folder):
             network.save_pretrained(part)
             tokenizer.save_pretrained(part)
             stated = part / "tokenizer_config.json"
@@ -177,6 +174,8 @@ def save(network: Any, tokenizer: Any, with_bos: bool, folder: Path) -> list[str
                 shutil.move(part / name, temporary)
         return [f"{folder.name}/{name.as_posix()}" for name in names]
     finally:
+        if shown:
+            logging.enable_progress_bar()
         shutil.rmtree(part, ignore_errors=True)
 
 
@@ -187,17 +186,3 @@ def forget(folder: Path) -> None:
     for pattern in _CHECKPOINT_FILES:
         for path in folder.glob(pattern):
             path.unlink()
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """transformers shows a bar for a single file, whatever `progress` says."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

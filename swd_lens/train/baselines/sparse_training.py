@@ -41,7 +41,6 @@ from swd_lens.train.baselines.sparse_network import (
     recipe_of,
     require_rows,
     save,
-    sketch,
 )
 from swd_lens.train.baselines.spec import DEFAULT, recipe
 from swd_lens.train.engine import Engine, Fit, autocast, normalized, root_mean_square
@@ -214,9 +213,8 @@ def sparse_pretrain(
     hashes = {"tokens_sha256": rows.stream.fingerprint(), "heldout_sha256": of_heldout}
     decides = {**recipe_of(shape), **spec.as_dict(), **hashes, "eval_every": eval_every, "swd_lens": __version__}
     folder = TrainingFolder(Path(out), decides, "sparse_pretrain", (f"{MODEL}/config.json",))
-    shapes = sketch(shape)
-    require_rows(shapes, spec.density((spec.last - 1) * spec.tokens_per_update))  # densities only fall
-    with folder.opened(overwrite, 28 * shapes.num_parameters()) as finished:
+    n_weights = require_rows(shape, spec.density((spec.last - 1) * spec.tokens_per_update))  # densities only fall
+    with folder.opened(overwrite, 28 * n_weights) as finished:
         if finished:
             return _finished(folder)
         network = new_network(shape, spec.seed)

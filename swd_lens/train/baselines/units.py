@@ -185,14 +185,8 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         """Number of units of all sites."""
         return sum(units.n_units for units in self.values())
 
-    # ------------------------------------------------------------------ trajectory
-
     def at(self, tokens: float | int) -> "LearnedUnits":
-        """The units as they were after this many tokens of the training.
-
-        Raises:
-            TrainError: no weights were kept there.
-        """
+        """The units as they were after this many tokens of the training. Raises TrainError: no weights were kept there."""
         kept = [n for n in self.checkpoints if n == tokens]  # 1e6 is 1,000,000
         if not kept:
             counts = ", ".join(f"{n:,}" for n in self.checkpoints)
@@ -202,8 +196,6 @@ class LearnedUnits(Mapping[str, CoderUnits]):
     def to(self, device: "str | torch.device") -> "LearnedUnits":
         """Copy the units to another device: a host computes with units on its own device."""
         return LearnedUnits(self.checkpoints, self.provenance, self.log, tokens=self.tokens, device=device)
-
-    # ------------------------------------------------------------------ reports
 
     def table(self) -> pd.DataFrame:
         """One row per site: method, tokens used, units, edges, and s (below zero where there are more edges than weights)."""
@@ -264,11 +256,8 @@ class LearnedUnits(Mapping[str, CoderUnits]):
 
     @classmethod
     def load(cls, folder: str | Path, *, device: "str | torch.device" = "cpu") -> "LearnedUnits":
-        """Read a folder that `save`, or training with out=, wrote.
-
-        Raises:
-            TrainError: it is none, of a later format, or not what was written.
-        """
+        """Read a folder that `save`, or training with out=, wrote. Raises TrainError: it is none, of a later format, or not what
+        was written."""
         folder = Path(folder)
         while True:
             index = UnitsIndex.of_folder(folder)

@@ -46,23 +46,18 @@ class Vpd(Coder):
 
     def __init__(self, d_in: int, d_out: int, spec: VpdSpec):
         super().__init__(d_in, d_out, spec)
-        self.spec = spec
         self.importance = IMPORTANCE_NETWORKS[spec.importance](d_in, self.W_enc.shape[1], spec.hidden)
         self.register_buffer("bias", torch.zeros(d_out, dtype=torch.float32))
         self.register_buffer("weight", None, persistent=False)
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
-        """The random start."""
         self.W_enc.copy_(torch.randn(self.W_enc.shape, generator=generator, dtype=torch.float32) / math.sqrt(self.W_enc.shape[0]))
         self.W_dec.copy_(torch.randn(self.W_dec.shape, generator=generator, dtype=torch.float32) / math.sqrt(self.W_dec.shape[0]))
         self.importance.draw(generator)
 
     def stand_for(self, weight: Float[Tensor, "d_in d_out"], bias: Float[Tensor, " d_out"]) -> None:
-        """Give it its matrix and the bias, which is kept as it is."""
         self.weight, self.bias = weight.detach().float(), bias.detach().float()
-
-    # ------------------------------------------------------------------ units
 
     def encode(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch unit"]:
         """z = g(x) (x V). The plain clamp: the leak below zero is for training, it is no gradient of this function."""
@@ -70,10 +65,7 @@ class Vpd(Coder):
         return self.raw(x, read).clamp(0.0, 1.0) * read
 
     def decode(self, z: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch d_out"]:
-        """z U + bias: the site's output."""
         return z @ self.W_dec + self.bias
-
-    # ------------------------------------------------------------------ training
 
     def raw(self, x: Float[Tensor, "*batch d_in"], read: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch unit"]:
         """Importances before they are squashed, from the input x and read = x V."""
@@ -109,24 +101,19 @@ class Vpd(Coder):
         return self.weight - self.W_enc @ self.W_dec
 
     def begin(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"]) -> None:
-        """The steps towards VU = W before the first token; neither x nor y is looked at."""
         reconstruct([self])
 
     def loss(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"], step: int) -> tuple[Tensor, Logged]:
-        """The local loss of a batch (VPD-Recon-CI), and what to log of it."""
         output, raw = self.masked(x)
         return total_loss((output - y).square().mean(), [raw], [self], step)
 
     def adjust_gradients(self) -> None:
-        """Clips them, where this matrix is trained alone."""
-        clip_components([self])
+        clip_components([self])  # where this matrix is trained alone
 
 
 def clip_components(parts: list[Vpd]) -> None:
-    """Brings the gradients of V and U, of all matrices of a run together, to a norm of spec.clip where it is larger.
-
-    Gradients of importance networks stay as they are (method.md §1.6, the public recipe's `vpd_pile4L`).
-    """
+    """Brings the gradients of V and U, of all matrices of a run together, to a norm of spec.clip where it is larger; those of
+    importance networks stay as they are (method.md §1.6, the public recipe's `vpd_pile4L`)."""
     if (most := parts[0].spec.clip) is not None:
         components = [p for part in parts for p in (part.W_enc, part.W_dec)]
         nn.utils.clip_grad_norm_(components, float(most), foreach=False)
@@ -157,14 +144,8 @@ def unfaithfulness(parts: Iterable[Vpd]) -> Float[Tensor, ""]:
 
 
 def total_loss(error: Tensor, raws: list[Tensor], parts: list[Vpd], step: int) -> tuple[Tensor, Logged]:
-    """Fidelity, minimality and faithfulness of a step, weighted, and what to log of them.
-
-    Args:
-        error: the fidelity term, squared error or KL.
-        raws: the raw importances (..., unit) of the run's matrices.
-        parts: the matrices, in the same order.
-        step: from 1.
-    """
+    """Fidelity (`error`, squared error or KL), minimality and faithfulness of a step, from 1, weighted, and what to log of them.
+    raws: the raw importances (..., unit) of the run's matrices, in the order of `parts`."""
     spec = parts[0].spec
     flat = [raw.flatten(0, -2) for raw in raws]
     charges = [minimality(upper_leaky(raw), spec.p(step), spec.beta, spec.reduction) for raw in flat]

@@ -41,12 +41,8 @@ class Heldout(NamedTuple):
 
 
 class FinetuneFit(Fit):
-    """See the module's docstring.
-
-    Attributes:
-        before, after: held-out means of the factors as given, and at the last evaluation.
-        best: those of `best_values`.
-    """
+    """See the module's docstring. before, after, best: held-out means of the factors as given, at the last evaluation, and of
+    `best_values`."""
 
     title = "finetune"
     advice: ClassVar[str] = "The factors given are unchanged. Lower learning_rate, or train without autocast"
