@@ -58,7 +58,8 @@ class Buffers:
 def log_probabilities(
     logits: Float[Tensor, "*shape vocab"], buffers: Buffers | None = None, name: str = ""
 ) -> Float[Tensor, "*shape vocab"]:
-    """Log-probabilities of the next token; float32, or float64 where the logits are. buffers, name: what takes them."""
+    """Log-probabilities of the next token; float32, or float64 where the logits are. buffers: they lie in its tensor of this
+    name, until that is taken again; None: in a tensor of their own."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     out = None if buffers is None else buffers.take(name, tuple(logits.shape), logits.dtype, logits.device)
     return torch.log_softmax(logits, -1, out=out)

@@ -79,7 +79,8 @@ def require_writable_file(path: str | Path) -> None:
 
 @contextmanager
 def _held_for(folder: Path, prefix: str, call: str, target: Path, patience: float, alone: bool = False) -> Iterator[None]:
-    """Make the folder, and hold the target (itself, or a file of it); locks of files begin with their names."""
+    """Make the folder, and hold the target (itself, or a file of it) for one thread of one process; locks of files begin with
+    their names. patience: seconds."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
     folder.mkdir(parents=True, exist_ok=True)
     target = target.resolve()

@@ -97,12 +97,12 @@ class Reference:
         if self.row is None:
             warn(f"{legible(self.name)} was loaded without being compared with transformers' own model: {legible(self.reason)}")
             return
-        from swd_lens.hosts.bridge.running import BridgeRuns  # at its use: slow to import
-
         versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("transformers", "transformer_lens"))
         try:
             with torch.no_grad(), _in_float32(model) if self.exact else nullcontext():
                 if is_bridge(model):  # not by `host_of`: whether its matrices are sites is another question
+                    from swd_lens.hosts.bridge.running import BridgeRuns  # at its use: slow to import
+
                     runs = BridgeRuns()
                     runs.model = model
                     logits = runs.run(self.row).float().cpu()

@@ -33,8 +33,9 @@ Measure = Callable[..., Tensor]
 def ends_in_whole_logits(
     host: Host, few: Int[Tensor, "batch pos"], run: Callable[[], Tensor], *, rounded: bool = False, shortcut: Any = None
 ) -> bool:
-    """Whether `run` ends in the logits of a whole run of these tokens; see `verified`, also for rounded and shortcut. run: what
-    leaves the last block, (batch, pos, d_model), its own way; it is unembedded in two parts, as longer rows are."""
+    """Whether `run` ends in the logits of a whole run of these tokens. run: what leaves the last block, (batch, pos, d_model),
+    its own way; it is unembedded in two parts, as longer rows are. Raises and warns as `verified`, which says what rounded and
+    shortcut are."""
     whole, half = host.run(few), -(-few.shape[1] // 2)
 
     def in_parts() -> Tensor:
@@ -104,7 +105,7 @@ class Predictions:
     def parts(self, rows: Int[Tensor, "rows pos"], last: int) -> Iterator[tuple[slice, slice]]:
         """Rows and predictions, `last` of each row; all at once where whole logits are small."""
         most, n_rows = CHUNK_BYTES // (4 * self._d_vocab), rows.shape[0]
-        if 4 * rows.numel() * self._d_vocab <= CHUNK_BYTES:
+        if 4 * rows.numel() * self._d_vocab <= CHUNK_BYTES:  # as in `_unembeds_apart`
             yield slice(0, n_rows), slice(0, last)
             return
         of_rows = max(1, min(n_rows, most))

@@ -7,7 +7,7 @@
 4. `choose` says which: sparse where the nonzeros add at most `_MOST_ADDED` of the factor's bytes, dense otherwise. It
    looks at the factor only, never at a clock, so that the same inputs always give the same bits.
 
-The sparse kernel takes .2 of the dense one's time at a density of .02, .3 to .5 at .05, .5 to 1 at .1, and 1.1 to 1.5 at .2
+The sparse kernel takes .2 to .4 of the dense one's time at a density of .02, .3 to .5 at .05, .5 to 1 at .1, and 1.1 to 1.5 at .2
 (matrices of GPT-2, 512 and 2,048 rows, 1 and 2 threads of an AMD EPYC with AVX-512, torch 2.13 with MKL, float32; `python -m
 tests.benchmarks.attach --kernels` measures it anew). Memory decides before time does: a nonzero in CSR takes 8 bytes besides the
 dense entry's 4. At sparsity .5 and .75 the factors have densities from .1 to .42, and dense is right for them.

@@ -68,8 +68,8 @@ def from_saelens(sae: Any) -> dict[str, CoderUnits]:
     Returns: One entry, site name -> CoderUnits.
 
     Raises UnitSourceError: no SAELens object; a hook that no site reads or writes; one head; a training SAE; an activation norm
-    that was not folded; head-shaped hook_z; an error term; a skip connection; a forward that is not decode(encode(x)); units that
-    depend on other positions.
+    that was not folded; head-shaped hook_z; an error term; a skip connection that is not zero; a forward that is not
+    decode(encode(x)); units that depend on other positions.
     """
     if not is_saelens(sae):
         raise UnitSourceError(f"{type(sae).__name__} is no SAELens object: it needs encode, decode and cfg.d_sae")
@@ -219,7 +219,7 @@ def _prove(sae: Any, units: CoderUnits) -> None:
 
 
 def _apart(left: Tensor, right: Tensor) -> float | None:
-    """How far two outputs are apart, relative to the second; None where they are equal."""
+    """How far two outputs are apart, relative to the second; None where they agree."""
     left, right = left.float(), right.float()
     # The same arithmetic in the same shapes: what differs here is not rounding, in any dtype.
     equal = torch.allclose(left, right, rtol=1e-3, atol=1e-6, equal_nan=True)

@@ -263,9 +263,6 @@ def _written(stack: Any, expert: int, h: Float[Tensor, "routed d"], routed: Bool
     return matrices[f"mlp_out.{expert}"].on_routed(inner, routed)
 
 
-# ---------------------------------------------------------------------------------------------- JetMoe
-
-
 def _slots(
     topology: tuple[Tensor, Tensor, Tensor, list[int]], n_tokens: int
 ) -> tuple[Int[Tensor, "token k"], Float[Tensor, "token k"]]:

@@ -220,8 +220,6 @@ class Packed(nn.Module):
         return taken
 
 
-# ---------------------------------------------------------------------------------------------- where they are
-
 _WRAPPERS = ("_original_component", "unit_projection")  # in a module's path: the bridge's, and what is mounted
 _ATTENTION = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_o"}
 _LINEAR_ATTENTION = {

@@ -104,8 +104,6 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
-# ---------------------------------------------------------------------------------------------- filler
-
 COLORS = as_words("red blue green white black yellow brown")
 ANIMALS = as_words("dog cat horse bird cow sheep fox bear")
 FOODS = as_words("bread soup rice fish cheese fruit meat salad")

@@ -5,6 +5,7 @@
    refused for kinds of which one is mounted, as on a bridge.
 3. W_O sits inside one long forward (abstract_attention.py:215): that forward is left by an exception once z, its input, is
    known, which keeps rotary embeddings, the KV cache, masks and sinks TransformerLens' own.
+4. `lay_out` has the matrices of a loaded model lie as its forward multiplies them.
 
 Found by trying (shared/spec/injection.md): a mixin fails with "object layout differs", so the subclasses inherit singly and
 share functions instead.
