@@ -331,9 +331,21 @@ def _judged(
         order = torch.sort(of, descending=True, stable=True).indices.tolist()
         some = [i for i in order if float(of[i]) > 0]
         shares += [{"budget": budget, "unit": "/".join(map(str, names[i])), "share": float(of[i])} for i in some]
-    restored = pd.DataFrame(shares, columns=["budget", "unit", "share"])
-    said = (split.task, surface_name(scores.scores), carried.q_dense, float(full.mean()), float(empty.mean()), carried.se)
-    return Attack(rows, restored, *said, circuit.n_units, circuit.n_edges, int(may.sum()), settings, circuit)
+    return Attack(
+        rows=rows,
+        shares=pd.DataFrame(shares, columns=["budget", "unit", "share"]),
+        task=split.task,
+        surface=surface_name(scores.scores),
+        q_dense=carried.q_dense,
+        q_full=float(full.mean()),
+        q_empty=float(empty.mean()),
+        carried_se=carried.se,
+        units=circuit.n_units,
+        edges=circuit.n_edges,
+        outside=int(may.sum()),
+        settings=settings,
+        circuit=circuit,
+    )
 
 
 def _budgets(budget: float | int | Sequence[float]) -> list[float]:

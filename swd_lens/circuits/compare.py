@@ -141,7 +141,11 @@ def comparison_of(
     first, *others = (
         Comparison(
             {t: TaskComparison(t, outcomes.curves[t, where, kind], outcomes.scores[t, where]) for t in tasks},
-            *(groups, outcomes.fidelities, reference, tolerance, dict(roles)),
+            groups,
+            outcomes.fidelities,
+            reference,
+            tolerance,
+            dict(roles),
         )
         for where, kind in product(protocol.positions, protocol.ablations)
     )

@@ -377,7 +377,7 @@ class Comparison(Mapping[str, TaskComparison], Record):
 
 def typed(table: pd.DataFrame, whole: Iterable[str] = (), real: Iterable[str] = ()) -> pd.DataFrame:
     """Columns that hold NA where nothing was measured or reached, of the same type whether anything was or not: `whole` ones
-    become Int64 (counts, costs), `real` ones Float64, as do others that hold any."""
+    become Int64 (counts, costs), `real` ones Float64, as do others that hold real numbers."""
     # By name where a column may be all None; floats stay floats, even if they happen to be whole.
     types: dict[str, str] = dict.fromkeys((*table.select_dtypes("float"), *real), "Float64")
     types |= {**dict.fromkeys(whole, "Int64"), "matched": "boolean", "carries": "boolean", "out by": "string"}

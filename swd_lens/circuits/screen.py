@@ -291,6 +291,6 @@ def _task_screen(task: str, dense: Outcome, interventions: Iterable[str], outcom
     places = {name: row for row, name in enumerate(interventions)}
     lost = dense.margins - outcome.margins
     spread = lost.std(1) / lost.shape[1] ** 0.5 if lost.shape[1] > 1 else torch.full((len(lost),), torch.nan)
-    q, errors = ({name: float(of[row]) for name, row in places.items()} for of in (outcome.q, spread))
+    margins, errors = ({name: float(of[row]) for name, row in places.items()} for of in (outcome.q, spread))
     rights = {name: float(outcome.correct[row].mean()) for name, row in places.items()}
-    return TaskScreen(task, dense.margins.shape[1], float(dense.q), float(dense.correct.mean()), q, errors, rights)
+    return TaskScreen(task, dense.margins.shape[1], float(dense.q), float(dense.correct.mean()), margins, errors, rights)

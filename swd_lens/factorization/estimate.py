@@ -108,7 +108,7 @@ class Estimate(Record):
         return self.available_bytes is None or self.peak_bytes <= self.available_bytes
 
     def require_fit(self) -> None:
-        """Raise DoesNotFitError where more memory is needed than available: how much, where, and what would need less."""
+        """Raise DoesNotFitError where more memory is needed than available; it says how much, where, and what would need less."""
         if self.fits:
             return
         worst = max(self.rows, key=lambda row: row.held_bytes + row.peak_bytes)
@@ -210,16 +210,24 @@ def estimate(
         ValueError: bad shapes, sparsity or solver options; the site is named.
     """
     shapes_only = isinstance(model, Mapping | Sequence)
-    fitted: dict[str, Any] = {"calibration": calibration, "batch_size": batch_size, "gram_dtype": gram_dtype}
-    how = SolveOptions(preset, units, basis, **fitted, weigh_outputs=weigh_outputs, settings=options)
+    how = SolveOptions(
+        preset=preset,
+        units=units,
+        basis=basis,
+        calibration=calibration,
+        batch_size=batch_size,
+        gram_dtype=gram_dtype,
+        weigh_outputs=weigh_outputs,
+        settings=options,
+    )
     job = Job.of(model, sites, _token_shape(tokens, _ANY_HOST if shapes_only else model), sparsity, how)
     device = torch.empty(0).device if shapes_only else next(model.parameters()).device
-    rows, speed, kept = forecast(job), product_speed(device), 0
+    rows, speed, disk = forecast(job), product_speed(device), 0
     if not shapes_only and job.tokens is not None and len(stages_of(job.sites, job.kind)) > 1:
         # What is kept of the residual stream: the old and the new file, while one is made of the other.
         files = min(len({site.layer for site in job.sites} - {0}), 2) * (2 if job.how.calibration == "corrected" else 1)
-        kept = files * job.n_tokens * model.cfg.d_model * next(model.parameters()).element_size()
-    return Estimate(rows, available_bytes(device), speed, job.kind, not shapes_only, kept)
+        disk = files * job.n_tokens * model.cfg.d_model * next(model.parameters()).element_size()
+    return Estimate(rows, available_bytes(device), speed, job.kind, not shapes_only, disk)
 
 
 def _token_shape(tokens: Any, host: Any) -> tuple[int, int] | None:
@@ -248,19 +256,20 @@ def forecast(job: Job, finished: Collection[str] = ()) -> tuple[SiteEstimate, ..
     output_passes = plan.output_passes([site for stage in stages for site in stage])
     widths: dict[str, int] = {}
     costs = {}
-    asked: dict[str, Any] = {"units": job.how.units, "preset": job.how.preset, "outputs_weighed": job.how.weigh_outputs}
-    asked["calibrated"] = job.tokens is not None
+    shared: dict[str, Any] = {"units": job.how.units, "preset": job.how.preset, "outputs_weighed": job.how.weigh_outputs}
+    shared["calibrated"] = job.tokens is not None
     for site in job.sites:
         with naming(site):
             widths[site.name] = job.width(site)
             own = {"sparsity": job.sparsities[site.name], **job.settings_of(site)}
-            costs[site.name] = cost(site.d_in, site.d_out, **asked, **own)
+            costs[site.name] = cost(site.d_in, site.d_out, **shared, **own)
     # Finished factors: float32 read and write, and W, which those of a float32 host remember. Those of another host do not, and
     # attached (for calibration behind them) they are there in its dtype, too.
     entries = {site.name: widths[site.name] * (site.d_in + site.d_out) for site in job.sites}
-    kept = {name: (_FLOAT + plan.entry) * n for name, n in entries.items()}
     if plan.entry == _FLOAT:
         kept = {site.name: _FLOAT * (entries[site.name] + site.numel) for site in job.sites}
+    else:
+        kept = {name: (_FLOAT + plan.entry) * n for name, n in entries.items()}
     held = sum(kept[name] for name in finished)
     rows: list[SiteEstimate] = []
     for stage in stages:

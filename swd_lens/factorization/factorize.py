@@ -149,9 +149,19 @@ def factorize(
             which nothing that was tried keeps (the nearest is named).
     """
     zero_data = calibration == "zero-data" and tokens is None
-    fitted: dict[str, Any] = {"calibration": "sequential" if zero_data else calibration, "batch_size": batch_size}
-    fitted |= {"gram_dtype": gram_dtype, "weigh_outputs": weigh_outputs}
-    how = SolveOptions(preset, units, basis, **fitted, device=device, workers=workers, threads=threads, settings=options)
+    how = SolveOptions(
+        preset=preset,
+        units=units,
+        basis=basis,
+        calibration="sequential" if zero_data else calibration,
+        batch_size=batch_size,
+        gram_dtype=gram_dtype,
+        weigh_outputs=weigh_outputs,
+        device=device,
+        workers=workers,
+        threads=threads,
+        settings=options,
+    )
     if kl is not None or ce is not None:
         for name, value in (("sparsity", None if isinstance(sparsity, Mapping) else sparsity), ("shard", shard)):
             if value is not None:

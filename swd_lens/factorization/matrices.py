@@ -83,7 +83,8 @@ def basis_asked(preset: str, units: Any, options: Mapping[str, Any]) -> Any:
 def basis_of_each(sites: Sequence[Site], basis: Any) -> dict[str, str]:
     """Site name -> basis, of those that get one: one for all, or a mapping whose keys are patterns, as for sparsities. "neurons"
     is the side of an MLP's neurons, and nothing elsewhere; "auto" is what is LIKELY, until text has said more (basis.py). Raises
-    UnknownSiteError: a key matches none of the sites; SpecError: a site with two different ones, or none that there is."""
+    UnknownSiteError: a key matches none of the sites; SpecError: a site with two different ones, or none that there is (all are
+    listed)."""
     if basis is None:
         return {}
     choices = (*BASES, NEURONS)

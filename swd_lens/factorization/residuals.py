@@ -55,7 +55,7 @@ class Residuals:
         self.stream: TokenStream = as_stream(tokens, model)
         self.batch_size, self.layer = batch_size, 0
         self.why_not: str | None = None
-        self._parent = Path(tempfile.gettempdir()) if folder is None else folder
+        self._parent = folder
         self._folder, self._kept = None, None
         self._files = ExitStack()  # the temporary folder's end
         self._row: Start | None = None  # of the first row alone, which is checked
@@ -172,6 +172,7 @@ class Residuals:
 
     def _temporary_folder(self) -> Path:
         if self._folder is None:
+            self._parent = self._parent or Path(tempfile.gettempdir())
             self._parent.mkdir(parents=True, exist_ok=True)
             remove_remains(self._parent, _NAME)
             self._folder = self._files.enter_context(workplace_beside(self._parent / _NAME, mode=0o700))

@@ -197,9 +197,15 @@ class ReplacedHost:
                 known = self._known.collect(sites, progress)
                 if known is not None:
                     return {site.name: calibrated_by(known, site.name) for site in sites}
-            how: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress, "dtype": self.dtype}
-            how["residuals"] = self._at(layer, "replaced") if self.keep else None
-            grams = collect_grams(self.model, sites, self.stream, **how)
+            grams = collect_grams(
+                self.model,
+                sites,
+                self.stream,
+                batch_size=self.batch_size,
+                progress=progress,
+                dtype=self.dtype,
+                residuals=self._at(layer, "replaced") if self.keep else None,
+            )
         warn_of_few_routed(sites, grams.n_routed, grams.n_tokens)
         return {site.name: calibrated_by(grams, site.name) for site in sites}
 

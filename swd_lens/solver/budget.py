@@ -69,7 +69,7 @@ def plan_shares(d_in: int, d_out: int, sparsity: float | int, units: int, spec: 
 
 
 def edges_for(units: int, d_in: int, d_out: int, sparsity: float | int) -> int:
-    """K, of a matrix with so many units. Raises BudgetError where it has no read and write edge for each of them."""
+    """K, of a matrix with at least so many units. Raises BudgetError where it has no read and write edge for each of them."""
     numel, total = d_in * d_out, edges(d_in, d_out, sparsity)
     if total >= 2 * units:
         return total

@@ -67,8 +67,8 @@ def _support(
 
     # A unit's first entry on either side, as its place in the order; the later one comes with the earlier.
     places = torch.arange(len(order), device=order.device)
-    none = torch.full((n_units,), len(order), dtype=places.dtype, device=places.device)
-    first_read, first_write = (none.scatter_reduce(0, unit[side], places[side], "amin") for side in (~is_write, is_write))
+    nowhere = torch.full((n_units,), len(order), dtype=places.dtype, device=places.device)
+    first_read, first_write = (nowhere.scatter_reduce(0, unit[side], places[side], "amin") for side in (~is_write, is_write))
     opens, partner = torch.minimum(first_read, first_write), torch.maximum(first_read, first_write)
     whole = partner < len(order)  # else one side has no entry of any worth
     cost = whole[unit].to(order.dtype)

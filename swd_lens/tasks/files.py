@@ -165,7 +165,8 @@ def read_edge_pruning(path: Path, *, splits: Sequence[str] | None = None, inclus
 
     splits: names of the train and the test split, or of train, validation and test; None = the paper's ("train_80k" for
     greater-than, "train_3k" for the pronoun, both with "test"), or "train" and "test" where the folder lacks the large one, and
-    "validation" where there is one. inclusive: greater-than: the start year itself counts as wrong (as in auto-circuit's file).
+    "validation" where there is one. inclusive: greater-than: the start year itself counts as wrong, not as neither (as in
+    auto-circuit's file).
 
     Raises TaskError: no such folder, neither two nor three splits, a split that is missing (those that are there are named),
     unknown fields, a bad row.

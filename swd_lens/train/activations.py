@@ -51,9 +51,7 @@ class KeptActivations:
             with tempfile.TemporaryFile(dir=folder) as file:  # mapped, it lives on
                 self.values = _mapped(file, shape, np.float32)
             return
-        paths = (folder / f"{name}.f32", folder / f"{name}.rows")
-        files = (os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") for path in paths)
-        with next(files) as values, next(files) as known:
+        with _opened(folder / f"{name}.f32") as values, _opened(folder / f"{name}.rows") as known:
             self.values = _mapped(values, shape, np.float32)
             self.known = _mapped(known, (len(rows),), np.bool_)
 
@@ -75,6 +73,11 @@ class KeptActivations:
         if isinstance(self.known, np.memmap):
             self.values.flush()  # whatever happens next, a row that is known is on the disk
         self.known[block] = True
+
+
+def _opened(path: Path) -> Any:
+    """A file to read and to write, made where it is not there yet."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
 
 
 def _mapped(file: Any, shape: tuple[int, ...], kind: type[np.generic]) -> np.memmap[Any, Any]:

@@ -130,7 +130,8 @@ def sample(rng: random.Random, split: str, templates: str) -> TaskExample:
     meta = {"family": FAMILY, "split": split, "template": f"{templates}-{opener}-{action}"}
     meta |= {"order": "ABBA" if giver == pair[1] else "BABA"}  # IO is A
     meta |= {"content": "|".join(sorted(pair)), "content_2": f"{thing}|{place}"}
-    return TaskExample(_fill(frame, *pair, giver), (" " + receiver,), (" " + giver,), _fill(frame, *others), meta)
+    answers, distractors = (" " + receiver,), (" " + giver,)
+    return TaskExample(_fill(frame, *pair, giver), answers, distractors, corrupt=_fill(frame, *others), meta=meta)
 
 
 def corrupt(rng: random.Random, example: TaskExample) -> str:

@@ -126,6 +126,7 @@ class Transcoder(Coder):
     @torch.no_grad()
     def adjust_gradients(self) -> None:
         if self.spec.unit_decoder and self.W_dec.grad is not None:
+            # Without the part along each decoder row, which normalizing the row would undo.
             along = (self.W_dec.grad * self.W_dec).sum(1, keepdim=True)
             self.W_dec.grad -= along * self.W_dec
 

@@ -253,7 +253,7 @@ class HostFit(CoderFit):
     ) -> tuple[Float[Tensor, ""], list[Tensor]]:
         """KL(dense || masked), mean over positions, matrices without sources dense; and the others' raw importances. dense:
         the dense host's run, see `Predictions.run`."""
-        each = zip(sources, self.draws.noise, routes or [None for _ in sources], strict=True)
+        each = zip(sources, self.draws.noise, [None for _ in sources] if routes is None else routes, strict=True)
         self._mask([None if source is None else Masking(source, noise, route) for source, noise, route in each])
         try:
             masked = self.predictions.run(rows)

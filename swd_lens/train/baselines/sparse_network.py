@@ -89,8 +89,8 @@ def new_network(config: Any, seed: int) -> Any:
 
 
 def require_rows(config: Any, density: float) -> int:
-    """The network's number of weights. Raises TrainError where a matrix at this density has no weight for every row: before
-    training, not in its midst."""
+    """Require, before training, that each matrix at this density has a weight for every row (else TrainError), and say how many
+    weights the network has."""
     from transformers import GPT2LMHeadModel
 
     with torch.device("meta"):  # shapes alone
@@ -127,7 +127,7 @@ def budget(numel: int, density: float) -> int:
 @torch.no_grad()
 def project_(matrix: Float[Tensor, "row column"], density: float) -> None:
     """Zero all but the budget's largest entries, in place: the largest of each row (an output neuron, a token), then the largest
-    of the rest. Raises ValueError: the budget does not give every row one entry."""
+    of the rest, so that the total stays floor(d numel). Raises ValueError: the budget does not give every row one entry."""
     if density >= 1:
         return
     keep = budget(matrix.numel(), density)

@@ -57,7 +57,7 @@ class Vpd(Coder):
         self.importance.draw(generator)
 
     def stand_for(self, weight: Float[Tensor, "d_in d_out"], bias: Float[Tensor, " d_out"]) -> None:
-        self.weight, self.bias = weight.detach().float(), bias.detach().float()
+        self.weight, self.bias = weight.detach().float(), bias.detach().float()  # the bias is kept as it is
 
     def encode(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch unit"]:
         """z = g(x) (x V). The plain clamp: the leak below zero is for training, it is no gradient of this function."""
@@ -101,7 +101,7 @@ class Vpd(Coder):
         return self.weight - self.W_enc @ self.W_dec
 
     def begin(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"]) -> None:
-        reconstruct([self])
+        reconstruct([self])  # from W alone: neither x nor y is looked at
 
     def loss(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"], step: int) -> tuple[Tensor, Logged]:
         output, raw = self.masked(x)
