@@ -313,8 +313,8 @@ def collect_pairs(
 
     sites: of one stage; replaced, dense: the tokens, and where runs take up, of the host as it is and of the dense host;
     as_dense: inside it the host runs its own matrices; dtype: of the products of one batch, "float32" or "float64" (of a float64
-    host always). Raises ValueError: an activation is not finite (site named); UnsupportedHostError: a site that the host's forward
-    never shows, or shows several times per token.
+    host always). Raises ValueError: an activation is not finite (site named); UnsupportedHostError: a site that the host's
+    forward never shows, or shows several times per token.
     """
     sums, counted, first_row = _Sums(dtype == "float64", share=False), None, 0
     crosses = {site.name: torch.zeros(site.d_in, site.d_in, dtype=torch.float64) for site in sites}
