@@ -18,8 +18,8 @@ from tests.micro import random_split, random_tokens, toy_model
 
 SITES, SPARSITIES = "mlp_out", (0.25, 0.5, 0.75)
 QUICK = {"preset": "quick", "outer_iterations": 4, "refine_rounds": 0}
-OTHERS = [random_split(8, seed=seed, name=name, length=5) for name, seed in (("validation", 7), ("test", 6))]
-TASK = Task("toy_task", random_split(8, length=5), *OTHERS, "random", False)
+OTHERS = [random_split(seed=seed, name=name) for name, seed in (("validation", 7), ("test", 6))]
+TASK = Task("toy_task", random_split(), *OTHERS, "random", False)
 
 
 @pytest.fixture(scope="module")
