@@ -188,7 +188,7 @@ def fidelity(
         exclude: "special" (the tokenizer's special tokens, BOS among them) or token ids. Left out are predictions that are read
             at such a token, and predictions of such a token; of errors of outputs, their positions.
         attention_mask: (rows, pos), 0 where `tokens` are padding, which is left out. Padding before a text is moved behind it.
-        dense: what enters the first replaced block and what leaves the last block is kept there, for further replacements of this
+        dense: a cache of what enters the first replaced block and of what leaves the last one, for further replacements of this
             host on this text.
 
     Raises:
@@ -271,9 +271,16 @@ class _Sums:
         shown = [site.name for site in self.sites if site.expert is None or self.norms[site.name] > 0]
         relmse = {name: float(self.errors[name] / self.norms[name]) for name in shown}
         deltas, kls = (self._parts_of_rows(torch.cat(sums)) for sums in (self.ce_deltas, self.kls))
-        found: dict[str, Any] = {**self.total.means(), "relmse": relmse, "n_predictions": self.total.n_predictions}
-        found["ce_delta_se"] = float(deltas.std() / len(deltas) ** 0.5) if len(deltas) > 1 else None
-        return Fidelity(**found, ce_delta_rows=tuple(deltas.tolist()), kl_rows=tuple(kls.tolist()), **about)
+        means: dict[str, Any] = self.total.means()
+        return Fidelity(
+            **means,
+            relmse=relmse,
+            n_predictions=self.total.n_predictions,
+            ce_delta_se=float(deltas.std() / len(deltas) ** 0.5) if len(deltas) > 1 else None,
+            ce_delta_rows=tuple(deltas.tolist()),
+            kl_rows=tuple(kls.tolist()),
+            **about,
+        )
 
     def _parts_of_rows(self, sums: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
         """Each row's estimate of the mean over predictions, from what it adds to their sum: the mean of these is that mean."""

@@ -175,12 +175,20 @@ class _Problem:
         nonzeros = int(read.count_nonzero()), int(write.count_nonzero())
         if budget is None:  # it was not settled beforehand
             budget = Budget(*(nonzeros[::-1] if self.spec.starts_at_output(*self.dense.shape) else nonzeros))
-        settings = {"sparsity": float(self.sparsity), "units": self.width, "calibrated": self.gram is not None}
-        settings |= {**self.spec.as_dict(), "shrinkage": self.shrinkage}
-        settings |= {"precision": "float64" if self.target.dtype == torch.float64 else "float32"}
-        settings |= {"budget_square": budget.square, "budget_other": budget.other}
-        settings |= {"nonzeros_read": nonzeros[0], "nonzeros_write": nonzeros[1]}
-        return settings | ({"output_gram": True, "refit_shrinkage": list(self.refit_shrinkage)} if refitted else {})
+        refit = {"output_gram": True, "refit_shrinkage": list(self.refit_shrinkage)} if refitted else {}
+        return {
+            "sparsity": float(self.sparsity),
+            "units": self.width,
+            "calibrated": self.gram is not None,
+            **self.spec.as_dict(),
+            "shrinkage": self.shrinkage,
+            "precision": "float64" if self.target.dtype == torch.float64 else "float32",
+            "budget_square": budget.square,
+            "budget_other": budget.other,
+            "nonzeros_read": nonzeros[0],
+            "nonzeros_write": nonzeros[1],
+            **refit,
+        }
 
 
 def canonical(

@@ -252,8 +252,9 @@ class TaskSplit:
             tokens = torch.stack([self.tokens[i] for i in rows])
             right, wrong = (self._weights(ids, rows) for ids in (self.answer_ids, self.distractor_ids))
             corrupt = tuple(self.corrupt[i] if self.corrupt else None for i in rows)
-            about = (self.token_ids, self.d_vocab, corrupt, tuple(self.examples[i] for i in rows), self.metric)
-            yield Bucket(torch.tensor(rows), tokens, right, wrong, *about)
+            examples = tuple(self.examples[i] for i in rows)
+            ids, d_vocab, metric = self.token_ids, self.d_vocab, self.metric
+            yield Bucket(torch.tensor(rows), tokens, right, wrong, ids, d_vocab, corrupt, examples, metric)
 
     def _weights(self, ids: Sequence[Sequence[int]], rows: list[int]) -> Float[Tensor, "batch answer"]:
         if self.token_ids is None:

@@ -172,9 +172,19 @@ class Collector:
             hint = ". Answers and distractors must be single tokens (paper, app. A.4)" if "not one token" in reasons else ""
             raise TaskError(f"task {quoted(task)} has no usable {name} example with this tokenizer: {reasons}{hint}")
         examples, tokens, answers, distractors, corrupt = zip(*self.kept, strict=True)
-        columns = (examples, tokens, answers, distractors)
-        about = (self.tokenizer.d_vocab, dict(dropped), task, corrupt, self.metric)
-        return TaskSplit(name, *columns, *about, vocabulary=vocabulary_hash(self.tokenizer.tokenizer))
+        return TaskSplit(
+            name,
+            examples,
+            tokens,
+            answers,
+            distractors,
+            self.tokenizer.d_vocab,
+            dict(dropped),
+            task,
+            corrupt,
+            self.metric,
+            vocabulary=vocabulary_hash(self.tokenizer.tokenizer),
+        )
 
     def _tokenize(self, example: TaskExample) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], Tensor | None]:
         texts = (example.prompt, example.corrupt or "", *example.answers, *example.distractors)

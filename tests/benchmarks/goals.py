@@ -195,7 +195,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     args.folder.mkdir(parents=True, exist_ok=True)
     if not args.kept:
-        measure_real(args.folder) if args.real else measure(args.folder, args.layers)
+        if args.real:
+            measure_real(args.folder)
+        else:
+            measure(args.folder, args.layers)
     rows, real = calls(args.folder), calls(args.folder, "real")
     grids, ratios = table_of_grids(args.folder, rows)
     tables = [table_of_calls(rows), *([grids] if ratios else []), *([table_of_real(real)] if real else [])]

@@ -203,10 +203,17 @@ def _result(engine: Engine, fit: FinetuneFit, provenance: Mapping[str, Any], pre
     """The factors as they are now. The probe's inputs are seen in the host while all of them are still mounted: what enters a
     site depends on the sites before it only."""
     units, rows = fit.mounted.units, engine.rows
-    entry = {"preset": preset, **fit.spec.as_dict(), "steps": fit.steps, "tokens": engine.tokens}
-    entry |= {"unique_tokens": min(engine.tokens, rows.n_rows * rows.row_length)}
-    entry |= {"before": _means(fit.before), "after": _means(fit.after)}
-    entry |= {"swd_lens": __version__, **standing_hooks(units.host.model)}
+    entry = {
+        "preset": preset,
+        **fit.spec.as_dict(),
+        "steps": fit.steps,
+        "tokens": engine.tokens,
+        "unique_tokens": min(engine.tokens, rows.n_rows * rows.row_length),
+        "before": _means(fit.before),
+        "after": _means(fit.after),
+        "swd_lens": __version__,
+        **standing_hooks(units.host.model),
+    }
     cfg = units.host.model.cfg
     tokens = list(provenance.get("probe_tokens") or probe_tokens(rows.stream.first_row()[None], int(cfg.d_vocab), int(cfg.n_ctx)))
     # What enters each site at the last of these tokens.
