@@ -49,13 +49,22 @@ def run_to_line(function, stop, parts=INJECTION, events=("line",)):
                 ctrl_c(frame)
         return trace
 
-    former = sys.gettrace()
+    dropped = []
+
+    def unraisable(told):
+        (dropped.append if issubclass(told.exc_type, KeyboardInterrupt) else hook)(told)
+
+    former, hook = sys.gettrace(), sys.unraisablehook
+    sys.unraisablehook = unraisable
     sys.settrace(trace)
     try:
         function()
         _until_it_came()
+        if dropped:  # in a callback of a weak reference Python drops what is raised: who pressed Ctrl-C presses it again
+            raise KeyboardInterrupt
     finally:
         sys.settrace(former)
+        sys.unraisablehook = hook
         # Between the last line under a lock and its release, where tracing interrupts, Python asks for no signals. Left locked it
         # would keep every other thread of later tests waiting.
         for lock in (surroundings._lock, holding._lock):

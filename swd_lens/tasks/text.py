@@ -266,7 +266,7 @@ def pack_text(
     joint = None if documents == "one" else model.tokenizer.eos_token_id
     split = split_documents(text.removeprefix(_BOM).splitlines(keepends=True), documents)
     if documents != "one" and joint is None:
-        raise TokenError("this tokenizer has no EOS token to join documents with; pass separator=None")
+        raise TokenError(f"this tokenizer has no EOS token to join {documents} with; pass documents='one'")
     for document in split:
         if ids and joint is not None:
             ids.append(joint)

@@ -10,7 +10,7 @@
    neurons and pruned singular vectors at this sparsity, and exact neurons, SVD and whitened SVD. Beside them stands SWD from the
    short side, which was the default until this was measured; it is no rival.
 3. Of each: KL and CE delta on held-out text; edges of the cheapest prefix that recovers .9, chosen on validation prompts, and
-   what it recovers on test prompts.
+   what it recovers on test prompts. Lengths are refined around the first one that does, as `best_circuit` has it (CIRCUIT).
 4. The verdict of a cell: our edges over those of the cheapest rival whose KL is no larger, and whose CE is no larger by more
    than a standard error; exact rivals always count.
 5. Every row is written to `--folder` when it is there.
@@ -43,6 +43,7 @@ PROMPTS, CALIBRATION = (150, 100), 8_192
 HELDOUT = {"smollm2": 8_192, "default": 65_536}
 OURS, BEFORE = "default", "short side"
 EXACT = ("neurons", "SVD", "SVD whitened")
+CIRCUIT = "refined"  # of a row (circuit_rows.py): units, edges, recovered on test prompts; "recovered" is of the usual grid
 MATTERS = 0.1  # of the margin: a matrix that costs less is none that the task needs
 COLUMNS = ["task", "site", "s", "basis", "KL", "CE delta", "edges", "recovered (test)", "short side: KL", "short side: edges"]
 COLUMNS += ["cheapest rival no worse", "its edges", "ours / rival", "seconds", "short side: seconds"]
@@ -133,10 +134,10 @@ def cheapest_rival(rows: Mapping[str, Mapping[str, Any]], s: float) -> tuple[str
     ours = rows[f"{OURS} s={s}"]
     rivals = [*EXACT, *(f"{name} s={s}" for name in ("SWD (paper)", "Neurons pruned", "SVD pruned"))]
     no_worse = {
-        name: rows[name]["recovered"][1]
+        name: rows[name][CIRCUIT][1]
         for name in rivals
         if name in rows
-        and rows[name]["recovered"][1] is not None
+        and rows[name][CIRCUIT][1] is not None
         and rows[name]["kl"] <= max(ours["kl"], 1e-6)
         and rows[name]["ce_delta"] <= max(ours["ce_delta"], 0.0) + (ours["ce_delta_se"] or 0.0)
     }
@@ -153,7 +154,7 @@ def rows_of(folder: Path, name: str) -> tuple[list[list[str]], list[float]]:
             for s in (s for s in SPARSITIES if f"{OURS} s={s}" in rows):
                 ours, before = rows[f"{OURS} s={s}"], rows.get(f"{BEFORE} s={s}")
                 rival = cheapest_rival(rows, s)
-                _, edges, recovered = ours["recovered"]
+                _, edges, recovered = ours[CIRCUIT]
                 if edges is not None and rival is not None:
                     ratios.append(edges / rival[1])
                 cost = f"{edges:,}" if edges is not None else "never" if ours["carries"] else "not carried"
@@ -182,14 +183,14 @@ def summary(folder: Path, models: list[str]) -> Table:
         for task, places in json.loads((folder / f"{model} cells.json").read_text()).items():
             for place in (place for place in places if place.endswith(kind)):
                 rows = kept(folder, model, task, place)
-                cells += [(rows, s) for s in SPARSITIES if rows[f"{OURS} s={s}"]["recovered"][1] is not None]
+                cells += [(rows, s) for s in SPARSITIES if rows[f"{OURS} s={s}"][CIRCUIT][1] is not None]
         ours = [rows[f"{OURS} s={s}"] for rows, s in cells]
-        line = [f"{NAMES[model]}, {KINDS[kind]}", f"{len(cells)}", _spread([row["recovered"][1] for row in ours], ",.0f")]
+        line = [f"{NAMES[model]}, {KINDS[kind]}", f"{len(cells)}", _spread([row[CIRCUIT][1] for row in ours], ",.0f")]
         for name in (*BESIDE, "neurons"):
             rivals = [rows.get(f"{name} s={s}" if name in BESIDE else name) for rows, s in cells]
-            pairs = [(rival, own) for rival, own in zip(rivals, ours, strict=True) if rival and rival["recovered"][1] is not None]
+            pairs = [(rival, own) for rival, own in zip(rivals, ours, strict=True) if rival and rival[CIRCUIT][1] is not None]
             some = f"; {sum(map(bool, rivals))} cells" if None in rivals else ""
-            edges = _spread([rival["recovered"][1] / own["recovered"][1] for rival, own in pairs], ".2g", "×")
+            edges = _spread([rival[CIRCUIT][1] / own[CIRCUIT][1] for rival, own in pairs], ".2g", "×")
             line.append(edges.replace(")", f"{some})"))
             if name in BESIDE:
                 line.append(_spread([rival["kl"] / own["kl"] for rival, own in pairs], ".2g", "×"))
@@ -203,7 +204,7 @@ def _spread(values: list[float], form: str, unit: str = "") -> str:
 
 
 def _edges(row: Mapping[str, Any]) -> str:
-    return "never" if row["recovered"][1] is None else f"{row['recovered'][1]:,}"
+    return "never" if row[CIRCUIT][1] is None else f"{row[CIRCUIT][1]:,}"
 
 
 def verdict(title: str, ratios: list[float]) -> str:
@@ -243,8 +244,9 @@ def main() -> None:
             "the attention output, whose mean ablation costs the task most. Nothing was chosen per cell. 150 training, 100 "
             f"validation and 100 test prompts, {CALIBRATION:,} calibration tokens; KL and CE on {HELDOUT['smollm2']:,} "
             f"(SmolLM2) and {HELDOUT['default']:,} held-out tokens. Edges are those of the cheapest prefix that recovers .9 on "
-            "validation prompts. Rivals: the paper's SWD, pruned neurons and pruned singular vectors at the same s, exact "
-            "neurons, SVD, whitened SVD; those with a larger KL, or a CE larger by more than a standard error, do not count.",
+            "validation prompts, with more lengths around it, for every method. Rivals: the paper's SWD, pruned neurons and "
+            "pruned singular vectors at the same s, exact neurons, SVD, whitened SVD; those with a larger KL, or a CE larger by "
+            "more than a standard error, do not count.",
             "The rule by the kind of the matrix, which decides most cells of the default, was chosen on these two models and "
             "tasks: another model would be a harder judge.",
             *said,

@@ -119,7 +119,7 @@ def test_a_file_or_a_string_is_split_at_titles_or_at_blank_lines(host, tmp_path)
         with pytest.raises(TokenError, match=r"must be one of 'one', 'articles', 'paragraphs', got 'pages'"):
             call()
     host.tokenizer.eos_token = None
-    with pytest.raises(TokenError, match="no EOS token"):
+    with pytest.raises(TokenError, match="no EOS token to join articles with; pass documents='one'"):
         pack_text(host, text, documents="articles")
 
 
