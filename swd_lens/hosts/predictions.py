@@ -23,7 +23,7 @@ from swd_lens.hosts.host import Host, Start
 from swd_lens.hosts.verified import verified
 
 TOKENS = 2_048  # of a forward, where its caller says nothing else
-_CHECKED = 32  # positions
+CHECKED = 32  # positions on which a shortened run is tried
 NO_TARGET = -1  # in place of a target, where a prediction does not count
 
 Measure = Callable[..., Tensor]
@@ -126,7 +126,7 @@ class Predictions:
 
     def _agrees(self, rows: Int[Tensor, "rows pos"], layer: int | None = None) -> bool:
         """Whether runs that are unembedded apart, and take up at a block, end in the logits of whole ones."""
-        few = rows[:1, : max(2, min(_CHECKED, CHUNK_BYTES // (4 * self._d_vocab)))]
+        few = rows[:1, : max(2, min(CHECKED, CHUNK_BYTES // (4 * self._d_vocab)))]
 
         def apart() -> Tensor:
             start = None if layer is None else Start(layer, self.host.residual(few, layer))

@@ -224,9 +224,8 @@ def update_write(block: Block, read: Read, goal: Dense, metric: Metric, phase: P
         weighted = metric.weigh(read, phase.blend, out=spare)
         norm = (read * weighted).sum(0).clamp_min_(0).sqrt().clamp_min_(NORM_FLOOR).unsqueeze(1)
         unit = torch.div(read, norm.T, out=spare)
-        solve = wide.left_solver(metric, unit.clone(), phase.blend, phase.ridge + phase.rho)
-        rhs = torch.mm(unit.T, goal, out=work.shaped(0, block.factor))
-        _admm(block, norm, rhs, solve, phase, work, unit_dim=0)
+        solve = wide.left_solver(metric, unit.clone(), goal, phase.blend, phase.ridge + phase.rho)
+        _admm(block, norm, None, solve, phase, work, unit_dim=0)
         return
     sparse = wide.as_sparse(read.T) if wide.is_wide(read.shape[1], goal.shape[1]) else None
     if sparse is None:
@@ -251,9 +250,10 @@ def update_read(block: Block, write: Write, goal: Dense, metric: Metric, phase: 
     if wide.is_wide(*write.shape):
         unit = unit.clone()  # the solver reads it in each step; the buffer is written to
         if phase.blend > 0:
-            solve = wide.kronecker_solver(metric, unit, phase.blend, phase.ridge, phase.rho)
+            solve = wide.kronecker_solver(metric, unit, goal, phase.blend, phase.ridge, phase.rho)
         else:
-            solve = wide.right_solver(unit, phase.ridge + phase.rho)
+            solve = wide.right_solver(unit, goal, phase.ridge + phase.rho)
+        rhs = None
     else:
         sparse = wide.as_sparse(unit) if wide.is_wide(len(write), len(block.factor)) else None
         normal = unit @ unit.T if sparse is None else wide.sparse_normal(sparse, unit.T)
@@ -265,7 +265,8 @@ def update_read(block: Block, write: Write, goal: Dense, metric: Metric, phase: 
             solve = lambda right, out: (torch.mm(right, inverse, out=out), right)  # noqa: E731
         else:
             solve = wide.cholesky_right_solver(normal, phase.rho)
-    rhs = torch.mm(goal, unit.T, out=work.shaped(0, block.factor))
+        rhs = work.shaped(0, block.factor)
+        rhs = torch.mm(goal, unit.T, out=rhs) if sparse is None else rhs.copy_((sparse @ goal.T.contiguous()).T)
     _admm(block, norm.unsqueeze(0), rhs, solve, phase, work, unit_dim=1)
 
 
@@ -286,22 +287,23 @@ def _kronecker_solver(metric: Metric, normal: Float[Tensor, "unit unit"], phase:
 def _admm(
     block: Block,
     norm: Float[Tensor, "unit 1"] | Float[Tensor, "1 unit"],
-    rhs: Matrix,
+    rhs: Matrix | None,
     solve: Solve,
     phase: Phase,
     work: Workspace,
     unit_dim: int,
 ) -> None:
-    """ADMM steps a and b on one block, in place; `norm` is the held factor's, along the units."""
+    """ADMM steps a and b on one block, in place; `norm` is the held factor's, along the units. rhs: in the first buffer; None:
+    the solver has the goal."""
     factor, dual = block.factor.mul_(norm), block.dual
-    free = [work.shaped(1, factor), work.shaped(2, factor)]
-    mask = rhs  # replaced in the first step
+    free = [work.shaped(number, factor) for number in range(0 if rhs is None else 1, 3)]
+    mask = factor  # replaced in the first step
     steps = phase.steps if block.relaxation >= 1 else 1
     for step in range(steps):
         right = torch.sub(factor, dual, out=free.pop()).mul_(phase.rho)
-        if step + 1 < steps:
+        if rhs is not None and step + 1 < steps:
             right.add_(rhs)
-        else:  # rhs is not needed again
+        elif rhs is not None:  # it is not needed again
             free.append(right)
             right = rhs.add_(right)
         dense, spare = solve(right, free.pop() if free else torch.empty_like(right))

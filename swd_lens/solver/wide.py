@@ -4,8 +4,9 @@ m units start as the coordinates of the long side, so that the factor between th
 with a few percent of K. anneal.py's updates would then invert and decompose (m, m) matrices in every alternation. Here n is the
 number of the short side's coordinates, n < m, and the equations are anneal.py's:
 
-1. Read factor against B (m, n): B B^T has rank n. X (B B^T + c I) = R is X = (R - (R B) (B^T B + c I)^-1 B^T) / c, and with the
-   metric the part of R in B's row space is solved in eigenvectors of C and of B^T B; what is left of R is divided by c.
+1. Read factor against B (m, n): B B^T has rank n. With L = (B^T B + c I)^-1 B^T the solution of X (B B^T + c I) = M B^T + R is
+   X = (M - R B / c) L + R / c, in which M B^T, as large as X, is never made. With the metric the part of R in B's row space is
+   solved in eigenvectors of C and of B^T B; what is left of R is divided by c.
 2. Write factor against A (n, m): A^T C_g A = Y^T Y with Y = C_g^(1/2) A (n, m), and the same identity from the left.
 3. Against the nearly diagonal factor (m, m) itself normal matrices are products with a sparse matrix, and right sides are
    solved by their Cholesky factor, not by an inverse as large as they are.
@@ -22,10 +23,12 @@ from torch import Tensor
 from swd_lens.solver.metric import Metric
 from swd_lens.solver.refine import Matrix
 
-# The solution for a right side, and a buffer that is free again; both buffers, the right side's and `out`, are written to.
+# The solution for a right side (for R alone, where the solver has the goal already), and a buffer that is free again; both
+# buffers, the right side's and `out`, may be written to.
 Solve = Callable[[Matrix, Matrix], tuple[Matrix, Matrix]]
 
 SPARSE = 0.05  # a factor with at most this share of its entries is multiplied as a sparse one
+_NO_SCALE = 1e-6  # of C_g's roots, of which the largest is 1 or more
 _NO_DIRECTION = 1e-6  # of the largest eigenvalue: below it B has no direction that float32 knows
 
 
@@ -34,46 +37,54 @@ def is_wide(units: int, coordinates: int) -> bool:
     return units > coordinates
 
 
-def right_solver(unit: Float[Tensor, "unit d_out"], c: float) -> Solve:
-    """Solves X (B B^T + c I) = R."""
+def right_solver(unit: Float[Tensor, "unit d_out"], goal: Float[Tensor, "d_in d_out"], c: float) -> Solve:
+    """Solves X (B B^T + c I) = M B^T + R; goal: M."""
     inner = unit.T @ unit
     inner.diagonal().add_(c)
     lifted = torch.cholesky_solve(unit.T.contiguous(), torch.linalg.cholesky(inner))
 
-    def solve(rhs: Matrix, out: Matrix) -> tuple[Matrix, Matrix]:
-        return torch.addmm(rhs, rhs @ unit, lifted, beta=1 / c, alpha=-1 / c, out=out), rhs
+    def solve(right: Matrix, out: Matrix) -> tuple[Matrix, Matrix]:
+        inside = torch.addmm(goal, right, unit, alpha=-1 / c)
+        return torch.addmm(right, inside, lifted, beta=1 / c, out=out), right
 
     return solve
 
 
-def kronecker_solver(metric: Metric, unit: Float[Tensor, "unit d_out"], blend: float, ridge: float, rho: float) -> Solve:
-    """Solves C_g X (B B^T + ridge) + rho X = R within B's row space, and X (ridge + rho) = R beyond it."""
+def kronecker_solver(
+    metric: Metric, unit: Float[Tensor, "unit d_out"], goal: Float[Tensor, "d_in d_out"], blend: float, ridge: float, rho: float
+) -> Solve:
+    """Solves C_g X (B B^T + ridge) + rho X = M B^T + R within B's row space, and X (ridge + rho) = R beyond it; goal: M."""
     left_values, left = metric.eigen
     values, inner = torch.linalg.eigh(unit.T @ unit)
-    known = values > _NO_DIRECTION * values[-1]
-    values, basis = values[known], (unit @ inner[:, known]) / values[known].sqrt()
+    known, c = values > _NO_DIRECTION * values[-1], ridge + rho
+    values, inner = values[known], inner[:, known]
+    basis, of_goal = (unit @ inner) / values.sqrt(), goal @ (inner * values.sqrt())
     weighted = torch.outer((1 - blend) + blend * left_values, values + ridge)
-    correction = weighted.add_(rho).reciprocal_().sub_(1 / (ridge + rho))
+    correction = weighted.add_(rho).reciprocal_().sub_(1 / c)
 
-    def solve(rhs: Matrix, out: Matrix) -> tuple[Matrix, Matrix]:
-        inside = left @ (left.T @ (rhs @ basis)).mul_(correction)
-        return torch.addmm(rhs, inside, basis.T, beta=1 / (ridge + rho), out=out), rhs
+    def solve(right: Matrix, out: Matrix) -> tuple[Matrix, Matrix]:
+        inside = left @ (left.T @ torch.addmm(of_goal, right, basis)).mul_(correction)
+        return torch.addmm(right, inside.add_(of_goal, alpha=1 / c), basis.T, beta=1 / c, out=out), right
 
     return solve
 
 
-def left_solver(metric: Metric, read: Float[Tensor, "d_in unit"], blend: float, c: float) -> Solve:
-    """Solves (A^T C_g A + c I) X = R."""
+def left_solver(
+    metric: Metric, read: Float[Tensor, "d_in unit"], goal: Float[Tensor, "d_in d_out"], blend: float, c: float
+) -> Solve:
+    """Solves (A^T C_g A + c I) X = A^T M + R; goal: M, which has no part where C_g is nothing."""
     root = read
     if metric.matrix is not None and blend > 0:
         values, vectors = metric.eigen
-        root = ((1 - blend) + blend * values).sqrt()[:, None] * (vectors.T @ read)
+        scale = ((1 - blend) + blend * values).sqrt().clamp_min(_NO_SCALE)[:, None]
+        root, goal = scale * (vectors.T @ read), (vectors.T @ goal) / scale
     inner = root @ root.T
     inner.diagonal().add_(c)
     lifted = torch.cholesky_solve(root, torch.linalg.cholesky(inner)).T
 
-    def solve(rhs: Matrix, out: Matrix) -> tuple[Matrix, Matrix]:
-        return torch.addmm(rhs, lifted, root @ rhs, beta=1 / c, alpha=-1 / c, out=out), rhs
+    def solve(right: Matrix, out: Matrix) -> tuple[Matrix, Matrix]:
+        inside = torch.addmm(goal, root, right, alpha=-1 / c)
+        return torch.addmm(right, lifted, inside, beta=1 / c, out=out), right
 
     return solve
 

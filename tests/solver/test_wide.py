@@ -24,7 +24,8 @@ def solution(solver, rhs):
 
 
 def metric_of(n):
-    return Metric.of(gram_of(n).double(), weight_of((n, OUTPUTS)).double(), 0.0)
+    gram = gram_of(n).double()
+    return Metric.of((gram + gram.T) / 2, weight_of((n, OUTPUTS)).double(), 0.0)  # in float32 it is not symmetric to the bit
 
 
 def mixed_of(metric, blend):
@@ -33,16 +34,17 @@ def mixed_of(metric, blend):
 
 
 def test_the_read_factor_against_a_matrix_of_few_outputs():
-    unit, rhs = drawn(UNITS, OUTPUTS), drawn(INPUTS, UNITS)
-    expected = rhs @ torch.linalg.inv(unit @ unit.T + C * eye(UNITS))
-    torch.testing.assert_close(solution(wide.right_solver(unit, C), rhs), expected)
+    unit, goal, right = drawn(UNITS, OUTPUTS), drawn(INPUTS, OUTPUTS), drawn(INPUTS, UNITS)
+    expected = (goal @ unit.T + right) @ torch.linalg.inv(unit @ unit.T + C * eye(UNITS))
+    torch.testing.assert_close(solution(wide.right_solver(unit, goal, C), right), expected)
 
 
 @pytest.mark.parametrize("n_outputs", [OUTPUTS, 1])
 def test_the_read_factor_in_the_metric(n_outputs):
-    unit, rhs, metric, blend, ridge, rho = (drawn(UNITS, n_outputs), drawn(INPUTS, UNITS), metric_of(INPUTS), 0.6, 0.01, 0.34)
-    mixed = mixed_of(metric, blend)
-    found = solution(wide.kronecker_solver(metric, unit, blend, ridge, rho), rhs)
+    unit, goal, right = drawn(UNITS, n_outputs), drawn(INPUTS, n_outputs), drawn(INPUTS, UNITS)
+    metric, blend, ridge, rho = metric_of(INPUTS), 0.6, 0.01, 0.34
+    mixed, rhs = mixed_of(metric, blend), goal @ unit.T + right
+    found = solution(wide.kronecker_solver(metric, unit, goal, blend, ridge, rho), right)
     inside = unit @ torch.linalg.pinv(unit)  # onto the row space
     of_both = mixed @ found @ (unit @ unit.T + ridge * inside) + rho * found @ inside
     torch.testing.assert_close(of_both @ inside, rhs @ inside)
@@ -52,10 +54,21 @@ def test_the_read_factor_in_the_metric(n_outputs):
 
 @pytest.mark.parametrize("blend", [0.0, 0.6])
 def test_the_write_factor_against_a_matrix_of_few_inputs(blend):
-    read, rhs, metric = drawn(INPUTS, UNITS), drawn(UNITS, OUTPUTS), metric_of(INPUTS)
+    read, goal, right, metric = drawn(INPUTS, UNITS), drawn(INPUTS, OUTPUTS), drawn(UNITS, OUTPUTS), metric_of(INPUTS)
     mixed = mixed_of(metric, blend)
-    expected = torch.linalg.solve(read.T @ mixed @ read + C * eye(UNITS), rhs)
-    torch.testing.assert_close(solution(wide.left_solver(metric, read, blend, C), rhs), expected)
+    expected = torch.linalg.solve(read.T @ mixed @ read + C * eye(UNITS), read.T @ goal + right)
+    torch.testing.assert_close(solution(wide.left_solver(metric, read, goal, blend, C), right), expected)
+
+
+def test_the_write_factor_where_the_gram_has_few_directions():
+    """What is divided by a root of C_g is as small as that: nothing comes of directions that C has not."""
+    read, right = drawn(INPUTS, UNITS), drawn(UNITS, OUTPUTS)
+    few = drawn(INPUTS, 3)
+    metric = Metric.of(few @ few.T, weight_of((INPUTS, OUTPUTS)).double(), 0.0)
+    mixed = mixed_of(metric, 1.0)
+    goal = mixed @ drawn(INPUTS, OUTPUTS)
+    expected = torch.linalg.solve(read.T @ mixed @ read + C * eye(UNITS), read.T @ goal + right)
+    torch.testing.assert_close(solution(wide.left_solver(metric, read, goal, 1.0, C), right), expected)
 
 
 def test_against_a_matrix_of_few_entries():
