@@ -10,7 +10,8 @@
    neurons and pruned singular vectors at this sparsity, and exact neurons, SVD and whitened SVD. Beside them stands SWD from the
    short side, which was the default until this was measured; it is no rival.
 3. Of each: KL and CE delta on held-out text; edges of the cheapest prefix that recovers .9, chosen on validation prompts, and
-   what it recovers on test prompts. Lengths are refined around the first one that does, as `best_circuit` has it (CIRCUIT).
+   what it recovers on test prompts. Lengths are refined around the first one that does, as `best_circuit` has it; the verdict
+   is given for those of the usual grid, too.
 4. The verdict of a cell: our edges over those of the cheapest rival whose KL is no larger, and whose CE is no larger by more
    than a standard error; exact rivals always count.
 5. Every row is written to `--folder` when it is there.
@@ -43,7 +44,7 @@ PROMPTS, CALIBRATION = (150, 100), 8_192
 HELDOUT = {"smollm2": 8_192, "default": 65_536}
 OURS, BEFORE = "default", "short side"
 EXACT = ("neurons", "SVD", "SVD whitened")
-CIRCUIT = "refined"  # of a row (circuit_rows.py): units, edges, recovered on test prompts; "recovered" is of the usual grid
+CIRCUIT, USUAL = "refined", "recovered"  # of a row: units, edges, recovered on test prompts (circuit_rows.py)
 MATTERS = 0.1  # of the margin: a matrix that costs less is none that the task needs
 COLUMNS = ["task", "site", "s", "basis", "KL", "CE delta", "edges", "recovered (test)", "short side: KL", "short side: edges"]
 COLUMNS += ["cheapest rival no worse", "its edges", "ours / rival", "seconds", "short side: seconds"]
@@ -129,15 +130,15 @@ def kept(folder: Path, name: str, task: str, place: str) -> dict[str, dict[str, 
     return {file.stem.removeprefix(start): json.loads(file.read_text()) for file in folder.glob(f"{start}*.json")}
 
 
-def cheapest_rival(rows: Mapping[str, Mapping[str, Any]], s: float) -> tuple[str, int] | None:
-    """The rival of the fewest edges that is no worse than our single call."""
+def cheapest_rival(rows: Mapping[str, Mapping[str, Any]], s: float, lengths: str) -> tuple[str, int] | None:
+    """The rival of the fewest edges that is no worse than our single call. lengths: CIRCUIT or USUAL."""
     ours = rows[f"{OURS} s={s}"]
     rivals = [*EXACT, *(f"{name} s={s}" for name in ("SWD (paper)", "Neurons pruned", "SVD pruned"))]
     no_worse = {
-        name: rows[name][CIRCUIT][1]
+        name: rows[name][lengths][1]
         for name in rivals
         if name in rows
-        and rows[name][CIRCUIT][1] is not None
+        and rows[name][lengths][1] is not None
         and rows[name]["kl"] <= max(ours["kl"], 1e-6)
         and rows[name]["ce_delta"] <= max(ours["ce_delta"], 0.0) + (ours["ce_delta_se"] or 0.0)
     }
@@ -145,7 +146,7 @@ def cheapest_rival(rows: Mapping[str, Mapping[str, Any]], s: float) -> tuple[str
     return None if least is None else (least, no_worse[least])
 
 
-def rows_of(folder: Path, name: str) -> tuple[list[list[str]], list[float]]:
+def rows_of(folder: Path, name: str, lengths: str = CIRCUIT) -> tuple[list[list[str]], list[float]]:
     """A line for each cell, and our edges over the cheapest rival's of those cells that have both."""
     lines, ratios = [], []
     for task, places in json.loads((folder / f"{name} cells.json").read_text()).items():
@@ -153,8 +154,8 @@ def rows_of(folder: Path, name: str) -> tuple[list[list[str]], list[float]]:
             rows = kept(folder, name, task, place)
             for s in (s for s in SPARSITIES if f"{OURS} s={s}" in rows):
                 ours, before = rows[f"{OURS} s={s}"], rows.get(f"{BEFORE} s={s}")
-                rival = cheapest_rival(rows, s)
-                _, edges, recovered = ours[CIRCUIT]
+                rival = cheapest_rival(rows, s, lengths)
+                _, edges, recovered = ours[lengths]
                 if edges is not None and rival is not None:
                     ratios.append(edges / rival[1])
                 cost = f"{edges:,}" if edges is not None else "never" if ours["carries"] else "not carried"
@@ -236,6 +237,7 @@ def main() -> None:
         lines, ratios = rows_of(args.folder, name)
         tables.append(Table(NAMES[name], COLUMNS, lines, ["left"] * 4 + ["right"] * 6 + ["left"] + ["right"] * 4))
         said.append(verdict(NAMES[name], ratios))
+        said.append(verdict(f"{NAMES[name]}, lengths of the usual grid", rows_of(args.folder, name, USUAL)[1]))
     tables.insert(0, summary(args.folder, args.models))
     print(*(table.markdown() for table in tables), *said, sep="\n\n")
     if args.record:
