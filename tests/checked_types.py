@@ -7,7 +7,7 @@ is jaxtyping's to judge. Generators keep its wrapper, since beartype alone check
 
 Checking everything takes half of the suite's time. So a function is checked if it takes or gives an array (pyright has read all
 other annotations), and of its calls within one test the first `CALLS`, 4. With SWD_LENS_TYPES=all, as .ci/run has it, every
-function is checked, on the first 100 calls: the thousands of a loop of steps, all alike, are a twelfth of the time.
+function is checked, on its first 100 calls in each test; the later ones, steps of a loop mostly, took a twelfth of the time.
 """
 
 import builtins

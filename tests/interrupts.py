@@ -49,10 +49,15 @@ def run_to_line(function, stop, parts=INJECTION, events=("line",)):
                 ctrl_c(frame)
         return trace
 
-    dropped = []
+    dropped = 0
 
     def unraisable(told):
-        (dropped.append if issubclass(told.exc_type, KeyboardInterrupt) else hook)(told)
+        nonlocal dropped
+        of_weak_reference = getattr(told.object, "__module__", None) in ("weakref", "_weakrefset")
+        if of_weak_reference and issubclass(told.exc_type, KeyboardInterrupt):
+            dropped += 1  # not `told` itself, which would keep every frame
+        else:
+            hook(told)
 
     former, hook = sys.gettrace(), sys.unraisablehook
     sys.unraisablehook = unraisable

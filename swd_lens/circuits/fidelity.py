@@ -37,7 +37,7 @@ from swd_lens.circuits.local_error import LocalErrors, that_count
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.beginnings import text_for, warn_without_bos
 from swd_lens.hosts.fused import fused_attention
-from swd_lens.hosts.predictions import CHECKED, ends_in_whole_logits
+from swd_lens.hosts.predictions import ends_in_whole_logits, tried_on
 from swd_lens.hosts.recording import recording, require_seen, standing_hooks
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.counting import predicted
@@ -324,7 +324,7 @@ class Runs:
     def verify(self, rows: Int[Tensor, "rows pos"]) -> None:
         """Run whole from now on where the first tokens give other logits in stages, in the dense host or a replacement that is
         the same in every run (not noise); that warns."""
-        few = rows[:1, : max(2, min(CHECKED, CHUNK_BYTES // (4 * self.host.model.cfg.d_vocab)))]
+        few = tried_on(self.host, rows)
         with self.dense_host():
             check = functools.partial(ends_in_whole_logits, self.host, few, lambda: self.dense(few), shortcut=_STAGES)
             agrees = check() if self.kept is None else self.kept.agreement((_STAGES, *self.first.values()), few, check)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from swd_lens.base import __version__
 from swd_lens.base.checks import one_of
-from swd_lens.base.divergence import CHUNK_BYTES, kl_sum, log_probabilities
+from swd_lens.base.divergence import kl_sum, log_probabilities
 from swd_lens.base.errors import SparsityError, TokenError, quoted
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.progress import tqdm
@@ -38,7 +38,7 @@ from swd_lens.factorization.stages import Calibrated, calibrated_by
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.beginnings import warn_without_bos
 from swd_lens.hosts.fused import fused_attention
-from swd_lens.hosts.predictions import Predictions, ends_in_whole_logits
+from swd_lens.hosts.predictions import Predictions, ends_in_whole_logits, tried_on
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.solver.budget import edges as edges_of
@@ -259,7 +259,7 @@ class _Judge:
             self.starts = [host.residual(batch, 0) for batch in self.batches]
             self.ends = [self._from(number, self.end) for number in range(len(self.batches))]
             # Whether runs in stages end in the logits of whole ones, on the first tokens.
-            few = rows[:1, : max(2, CHUNK_BYTES // (4 * host.model.cfg.d_vocab))]
+            few = tried_on(host, rows)
             middle = self.end // 2
 
             def staged() -> Tensor:

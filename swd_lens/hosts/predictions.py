@@ -20,13 +20,21 @@ from torch.utils.checkpoint import checkpoint
 
 from swd_lens.base.divergence import CHUNK_BYTES
 from swd_lens.hosts.host import Host, Start
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.verified import verified
 
 TOKENS = 2_048  # of a forward, where its caller says nothing else
-CHECKED = 32  # positions on which a shortened run is tried
+_TRIED = 32  # positions on which a shortened run is tried
 NO_TARGET = -1  # in place of a target, where a prediction does not count
 
 Measure = Callable[..., Tensor]
+
+
+def tried_on(host: Host, rows: Int[Tensor, "rows pos"]) -> Int[Tensor, "one few"]:
+    """The first tokens of a row, on which a shortened run is tried beside a whole one: _TRIED, and as many as a part has where
+    hooks of the user's stand, which may want a position of their own, or all of them."""
+    of_part = CHUNK_BYTES // (4 * int(host.model.cfg.d_vocab))
+    return rows[:1, : max(2, of_part if standing_hooks(host.model) else min(_TRIED, of_part))]
 
 
 @torch.no_grad()
@@ -126,7 +134,7 @@ class Predictions:
 
     def _agrees(self, rows: Int[Tensor, "rows pos"], layer: int | None = None) -> bool:
         """Whether runs that are unembedded apart, and take up at a block, end in the logits of whole ones."""
-        few = rows[:1, : max(2, min(CHECKED, CHUNK_BYTES // (4 * self._d_vocab)))]
+        few = tried_on(self.host, rows)
 
         def apart() -> Tensor:
             start = None if layer is None else Start(layer, self.host.residual(few, layer))

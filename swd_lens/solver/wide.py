@@ -5,13 +5,13 @@ with a few percent of K. anneal.py's updates would then invert and decompose (m,
 number of the short side's coordinates, n < m, and the equations are anneal.py's:
 
 1. Read factor against B (m, n): B B^T has rank n. With L = (B^T B + c I)^-1 B^T the solution of X (B B^T + c I) = M B^T + R is
-   X = (M - R B / c) L + R / c, in which M B^T, as large as X, is never made. With the metric the part of R in B's row space is
-   solved in eigenvectors of C and of B^T B; what is left of R is divided by c.
+   X = (M - R B / c) L + R / c, in which M B^T, as large as X, is never made. With the metric the part of M B^T + R in B's column
+   space is solved in eigenvectors of C and of B^T B; the rest of R is divided by c.
 2. Write factor against A (n, m): A^T C_g A = Y^T Y with Y = C_g^(1/2) A (n, m), and the same identity from the left.
 3. Against the nearly diagonal factor (m, m) itself normal matrices are products with a sparse matrix, and right sides are
    solved by their Cholesky factor, not by an inverse as large as they are.
 
-The ridge stands beside rho in c, where the metric would weigh it, too: beyond B's row space it only calms the solve.
+The ridge stands beside rho in c, where the metric would weigh it, too: beyond B's column space it only calms the solve.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ from torch import Tensor
 from swd_lens.solver.metric import Metric
 from swd_lens.solver.refine import Matrix
 
-# The solution for a right side (for R alone, where the solver has the goal already), and a buffer that is free again; both
-# buffers, the right side's and `out`, may be written to.
+# Takes a right side (R alone, rho (Z - D), where the solver has the goal M already) and a free buffer; gives the solution, and
+# the buffer that is free then. Both may be written to.
 Solve = Callable[[Matrix, Matrix], tuple[Matrix, Matrix]]
 
 SPARSE = 0.05  # a factor with at most this share of its entries is multiplied as a sparse one
-_NO_SCALE = 1e-6  # of C_g's roots, of which the largest is 1 or more
+_LEAST_ROOT = 1e-9  # of C_g's eigenvalues, that is divided by; the largest is at least 1
 _NO_DIRECTION = 1e-6  # of the largest eigenvalue: below it B has no direction that float32 knows
 
 
@@ -53,18 +53,19 @@ def right_solver(unit: Float[Tensor, "unit d_out"], goal: Float[Tensor, "d_in d_
 def kronecker_solver(
     metric: Metric, unit: Float[Tensor, "unit d_out"], goal: Float[Tensor, "d_in d_out"], blend: float, ridge: float, rho: float
 ) -> Solve:
-    """Solves C_g X (B B^T + ridge) + rho X = M B^T + R within B's row space, and X (ridge + rho) = R beyond it; goal: M."""
+    """Solves C_g X (B B^T + ridge) + rho X = M B^T + R within B's column space, and X (ridge + rho) = R beyond it; goal: M."""
     left_values, left = metric.eigen
     values, inner = torch.linalg.eigh(unit.T @ unit)
     known, c = values > _NO_DIRECTION * values[-1], ridge + rho
     values, inner = values[known], inner[:, known]
-    basis, of_goal = (unit @ inner) / values.sqrt(), goal @ (inner * values.sqrt())
-    weighted = torch.outer((1 - blend) + blend * left_values, values + ridge)
-    correction = weighted.add_(rho).reciprocal_().sub_(1 / c)
+    basis = (unit @ inner) / values.sqrt()
+    shrink = torch.outer((1 - blend) + blend * left_values, values + ridge).add_(rho).reciprocal_()
+    of_goal = (left.T @ (goal @ (inner * values.sqrt()))).mul_(shrink)
+    correction = shrink.sub_(1 / c)
 
     def solve(right: Matrix, out: Matrix) -> tuple[Matrix, Matrix]:
-        inside = left @ (left.T @ torch.addmm(of_goal, right, basis)).mul_(correction)
-        return torch.addmm(right, inside.add_(of_goal, alpha=1 / c), basis.T, beta=1 / c, out=out), right
+        inside = left @ (left.T @ (right @ basis)).mul_(correction).add_(of_goal)
+        return torch.addmm(right, inside, basis.T, beta=1 / c, out=out), right
 
     return solve
 
@@ -72,11 +73,11 @@ def kronecker_solver(
 def left_solver(
     metric: Metric, read: Float[Tensor, "d_in unit"], goal: Float[Tensor, "d_in d_out"], blend: float, c: float
 ) -> Solve:
-    """Solves (A^T C_g A + c I) X = A^T M + R; goal: M, which has no part where C_g is nothing."""
+    """Solves (A^T C_g A + c I) X = A^T M + R; goal: M."""
     root = read
     if metric.matrix is not None and blend > 0:
         values, vectors = metric.eigen
-        scale = ((1 - blend) + blend * values).sqrt().clamp_min(_NO_SCALE)[:, None]
+        scale = ((1 - blend) + blend * values).sqrt().clamp_min(_LEAST_ROOT)[:, None]
         root, goal = scale * (vectors.T @ read), (vectors.T @ goal) / scale
     inner = root @ root.T
     inner.diagonal().add_(c)

@@ -118,7 +118,7 @@ def _measure_matrix(
         row = on_text[method] | row_of_task(model, tasks[task], site, factors)
         row["basis"] = factors.settings.get("basis")
         write_text(file, json.dumps(row))
-        print(task, place, method, row["kl"], row["recovered"], round(row["seconds"], 1), flush=True)
+        print(task, place, method, row["kl"], row[CIRCUIT], round(row["seconds"], 1), flush=True)
 
 
 # ---------------------------------------------------------------------------------------------- tables

@@ -13,7 +13,7 @@ from swd_lens.circuits import fidelity
 from swd_lens.circuits.fidelity import Fidelity, fidelities
 from swd_lens.hosts import host_of
 from tests.contract import swd_zero_data
-from tests.micro import random_tokens
+from tests.micro import random_tokens, toy_model
 
 measure = importlib.import_module("swd_lens.circuits.fidelity")  # the function has its name
 
@@ -116,3 +116,22 @@ def test_a_host_that_cannot_run_in_stages_is_run_whole(model, monkeypatch):
     monkeypatch.setattr(kind, "unembed", lambda self, batch, residual: 1.01 * unembed(self, batch, residual))
     with pytest.warns(UserWarning, match="stages"):
         assert fidelity(model, factors, tokens).kl == pytest.approx(expected.kl, rel=1e-5)
+
+
+def test_a_hook_of_the_users_may_want_a_position_far_behind():
+    """Stages are tried on a few positions only where no such hook stands."""
+    model, tokens = toy_model(n_ctx=64), random_tokens(3, 60)
+    factors = swd_zero_data(model, "mlp_out")
+
+    def silence(z, hook):
+        z[:, 40] = 0
+        return z
+
+    def turn(x, hook):
+        x[:, 40:] *= -2
+        return x
+
+    with model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", silence)]):
+        assert fidelity(model, factors, tokens).kl > 0
+    with model.hooks(fwd_hooks=[("ln_final.hook_normalized", turn)]), pytest.warns(UserWarning, match="gives other logits"):
+        fidelity(model, factors, tokens)

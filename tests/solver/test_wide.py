@@ -45,7 +45,7 @@ def test_the_read_factor_in_the_metric(n_outputs):
     metric, blend, ridge, rho = metric_of(INPUTS), 0.6, 0.01, 0.34
     mixed, rhs = mixed_of(metric, blend), goal @ unit.T + right
     found = solution(wide.kronecker_solver(metric, unit, goal, blend, ridge, rho), right)
-    inside = unit @ torch.linalg.pinv(unit)  # onto the row space
+    inside = unit @ torch.linalg.pinv(unit)  # onto the column space
     of_both = mixed @ found @ (unit @ unit.T + ridge * inside) + rho * found @ inside
     torch.testing.assert_close(of_both @ inside, rhs @ inside)
     beyond = eye(UNITS) - inside
@@ -61,12 +61,10 @@ def test_the_write_factor_against_a_matrix_of_few_inputs(blend):
 
 
 def test_the_write_factor_where_the_gram_has_few_directions():
-    """What is divided by a root of C_g is as small as that: nothing comes of directions that C has not."""
-    read, right = drawn(INPUTS, UNITS), drawn(UNITS, OUTPUTS)
-    few = drawn(INPUTS, 3)
+    """A root of C_g that is zero divides nothing: the solution is that of the normal equations."""
+    read, goal, right, few = drawn(INPUTS, UNITS), drawn(INPUTS, OUTPUTS), drawn(UNITS, OUTPUTS), drawn(INPUTS, 3)
     metric = Metric.of(few @ few.T, weight_of((INPUTS, OUTPUTS)).double(), 0.0)
     mixed = mixed_of(metric, 1.0)
-    goal = mixed @ drawn(INPUTS, OUTPUTS)
     expected = torch.linalg.solve(read.T @ mixed @ read + C * eye(UNITS), read.T @ goal + right)
     torch.testing.assert_close(solution(wide.left_solver(metric, read, goal, 1.0, C), right), expected)
 
